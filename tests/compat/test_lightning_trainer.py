@@ -192,6 +192,71 @@ def test_a_continued_fit_has_the_weights_of_one_that_was_not_split():
     assert torch.equal(ended(10), ended(4, 6, 10))  # inside an epoch, and at the end of one; SGD has no state
 
 
+class Reads(TinyModule):
+    """Keeps the first value of each batch that a step has begun with."""
+
+    def __init__(self, fails_at=None):
+        super().__init__()
+        self.read, self.fails_at = [], fails_at
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.fails_at:
+            self.fails_at = None
+            raise ArithmeticError
+        self.read.append(batch[0, 0].item())
+        return super().training_step(batch, batch_idx)
+
+
+def _numbered():
+    return DataLoader(torch.arange(24.0)[:, None].expand(24, 32) / 1000, batch_size=2, shuffle=True)
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_continued_fit_keeps_the_order_of_the_data(tmp_path, resumed):
+    tk.seed_everything(1)
+    trainer, module = tk.Trainer(**QUIET, max_steps=3), Reads()
+    trainer.fit(module, _numbered())
+    trainer.save_checkpoint(tmp_path / "saved")
+    tk.seed_everything(2)
+    if resumed:  # it has the order of its checkpoint
+        trainer = tk.Trainer(**QUIET, max_steps=6)
+        trainer.fit(module, _numbered(), ckpt_path=tmp_path / "saved")
+    trainer.fit_loop.max_steps = 12
+    trainer.fit(module, _numbered())
+    assert (len(module.read), len(set(module.read))) == (12, 12)
+
+
+def test_a_continued_fit_repeats_a_window_that_an_exception_has_left():
+    trainer, module = tk.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2), Reads(fails_at=3)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, _numbered())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, _numbered())
+    assert module.read[3] == module.read[2]  # the gradient of that batch was lost
+    assert len(set(module.read[3:13])) == 10
+    assert (trainer.global_step, len(module.read)) == (12, 25)
+
+
+def test_weights_of_a_checkpoint_start_a_fit_of_its_own(tmp_path):
+    trainer, module = tk.Trainer(**QUIET, max_epochs=2), Reads()
+    trainer.fit(module, DATA)
+    trainer.save_checkpoint(tmp_path / "saved")
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module, DATA, ckpt_path=tmp_path / "saved", load_weights_only=True)
+    assert (trainer.global_step, len(module.read)) == (12, 6 + 12)
+
+
+def test_a_limit_that_is_lowered_ends_the_fit_at_once():
+    class Shorter(tk.Callback):
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            if trainer.global_step == 1:
+                trainer.fit_loop.max_steps = 2
+
+    trainer = tk.Trainer(**QUIET, max_epochs=2, callbacks=[Shorter()])
+    trainer.fit(TinyModule(), DATA)
+    assert trainer.global_step == 2
+
+
 def test_a_limit_may_be_moved_while_it_is_trained_towards():
     class Longer(tk.Callback):
         def on_train_epoch_end(self, trainer, module):

@@ -30,6 +30,7 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "collect",
+    "finished",
     "fitting",
     "module_state",
     "own_buffers",
@@ -87,7 +88,7 @@ def collect(
         state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
         state.update(_of_this_rank(run, names))
         state["precision"] = run.precision.state_dict()
-        state["progress"] = _finished(run)
+        state["progress"] = finished(run)
         state["trainable"] = changed_flags(run)
         state["inside_step"] = run.micro.started == progress.step
         state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
@@ -181,7 +182,7 @@ def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[
     return {name: value for name, value in weights.items() if name not in theirs}
 
 
-def _finished(run: Fit) -> dict[str, int | float]:
+def finished(run: Fit) -> dict[str, int | float]:
     """Progress up to the last completed window: a resumed run repeats an unfinished window from its first batch."""
     progress, micro = run.progress, run.micro
     state = progress.state_dict()

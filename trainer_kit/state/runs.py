@@ -205,15 +205,15 @@ class RunFiles:
         """Take the seed of the data order from the argument, else from the script; resuming may replace the latter."""
         self.data_seed = order_seed() if self.seed is None else self.seed
 
-    def agree(self, world: Group, fits: bool, fitted: bool) -> None:
+    def agree(self, world: Group, fits: bool, keeps_seed: bool) -> None:
         """Choose the run on rank 0, send its directory and seed to every rank, open the journal. Every rank calls it.
 
         Args:
             world: all ranks.
             fits: whether the entry point is `fit`.
-            fitted: whether there is the state of a finished fit, which keeps its seed.
+            keeps_seed: whether the data has the order of the last fit: an evaluation after it, and its continuation.
         """
-        if fits or not fitted:
+        if not keeps_seed:
             self.read_seed()
         if fits or self._directory is None:
             # An evaluation before a fit writes into the directory of that fit.

@@ -37,6 +37,7 @@ from trainer_kit.core.errors import (
     printable,
 )
 from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.signatures import check_hooks
@@ -151,7 +152,8 @@ class EntryPoint:
             trainer.begin_fit()
         else:
             trainer.metrics.forget()  # bar and monitors of a test must not show training values
-        trainer.files.agree(trainer.strategy.world, stage == "fit", fitted=trainer.run is not None)
+        keeps_seed = trainer.run is not None and (stage != "fit" or trainer.continues)
+        trainer.files.agree(trainer.strategy.world, stage == "fit", keeps_seed)
         trainer.datamodule = self.datamodule
         module.trainer = trainer
         if self.datamodule is not None:
@@ -250,6 +252,8 @@ class EntryPoint:
                 ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
             )
         trainer.restored_from = None if path is None else str(path)
+        if path is not None:  # which has counts of its own, or starts again
+            trainer.progress.load_state_dict(Progress().state_dict())
         state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)
@@ -579,6 +583,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     made = on_processes(trainer, on_rank)
     if stage == "fit":
         count_fit()
+        trainer.continues = False
     module = trainer.module if model is None else model
     module.load_state_dict(made["weights"])
     trainer.module = module

@@ -29,7 +29,7 @@ from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, Train
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
-from trainer_kit.state.collect import collect
+from trainer_kit.state.collect import collect, finished
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
@@ -303,6 +303,7 @@ class Session:
         self.settings = replace(self.settings, **changes)
         if self.state_verb == "fit" and self.run is not None:
             setattr(self.run.schedule, name, number)
+            self.run.wake()  # it may be reached
         self.continues = not self.state_verb and self.progress.step > 0
 
     @property
@@ -694,6 +695,8 @@ class Session:
         self.trained_before = 0 if self.continues else self.progress.step
         if not self.continues:
             self.progress.load_state_dict(Progress().state_dict())
+        elif self.run is not None:  # an exception may have left it inside a window
+            self.progress.load_state_dict(finished(self.run))
         self.metrics.forget()
         self.requests.clear()
         self.forget_loaders()
