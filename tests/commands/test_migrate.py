@@ -124,6 +124,30 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
         ("'lightning.pytorch.nothing.like.this'", "'lightning.pytorch.nothing.like.this'"),
         ("from lightning_utilities import core", "from lightning_utilities import core"),
         ("from .lightning import x\nimport mylightning", "from .lightning import x\nimport mylightning"),
+        (
+            "try:\n import accelerate\nexcept ImportError:\n accelerate = None\naccelerate and accelerate.go()",
+            "try:\n import trainer_kit\nexcept ImportError:\n trainer_kit = None\ntrainer_kit and trainer_kit.go()",
+        ),
+        (
+            "import accelerate\ndef f(accelerate, *, g=accelerate):\n return accelerate.go()",
+            "import trainer_kit\ndef f(accelerate, *, g=trainer_kit):\n return accelerate.go()",
+        ),
+        (
+            "def f():\n import accelerate\n accelerate.go()\ndef g():\n accelerate = 1\n return accelerate",
+            "def f():\n import trainer_kit\n trainer_kit.go()\ndef g():\n accelerate = 1\n return accelerate",
+        ),
+        (
+            "import accelerate\nclass A:\n accelerate = 3\n def f(self): accelerate.go(accelerate=self.accelerate)",
+            "import trainer_kit\nclass A:\n accelerate = 3\n def f(self): trainer_kit.go(accelerate=self.accelerate)",
+        ),
+        (
+            "def g():\n import accelerate\ndef accelerate(): pass\naccelerate()",
+            "def g():\n import trainer_kit\ndef accelerate(): pass\naccelerate()",
+        ),
+        (
+            "import lightning as L\ndef f(L): return L.pytorch, L.fabric\nL.pytorch.go(), L().pytorch, L[0].fabric",
+            "import trainer_kit as L\ndef f(L): return L.pytorch, L.fabric\nL.go(), L().pytorch, L[0].fabric",
+        ),
         ("try:\r\n\timport lightning as L\r\nexcept ImportError:\r\n\tL=None", None),
     ],
 )

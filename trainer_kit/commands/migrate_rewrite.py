@@ -8,6 +8,7 @@ from typing import Final, final
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
+from libcst.metadata import ImportAssignment, MetadataWrapper, ScopeProvider
 
 from trainer_kit.commands.migrate_names import PACKAGES, name_here, renamed
 
@@ -45,11 +46,17 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
         >>> rewrite_python(b"import lightning as L  # ours now", {"L": "lightning"})
         b'import trainer_kit as L  # ours now'
     """
-    return cst.parse_module(source).visit(_Rewrite(bound)).bytes
+    return MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(_Rewrite(bound)).bytes
 
 
 def _name_of(node: cst.CSTNode | None) -> str:
     return "" if node is None else get_full_name_for_node(node) or ""
+
+
+def _root_of(node: cst.BaseExpression) -> cst.BaseExpression:
+    while isinstance(node, cst.Attribute):
+        node = node.value
+    return node
 
 
 def _expression(name: str) -> cst.Attribute | cst.Name:
@@ -65,6 +72,8 @@ def _alias(alias: cst.ImportAlias) -> cst.ImportAlias:
 
 @final
 class _Rewrite(cst.CSTTransformer):
+    METADATA_DEPENDENCIES = (ScopeProvider,)
+
     def __init__(self, bound: Mapping[str, str]) -> None:
         super().__init__()
         self._bound = bound
@@ -93,14 +102,25 @@ class _Rewrite(cst.CSTTransformer):
                 return cst.Import([cst.ImportAlias(_expression(target), names[0].asname or cst.AsName(name))])
         return updated_node.with_changes(module=_expression(new))
 
+    def _is_imported(self, node: cst.BaseExpression) -> bool:
+        """Whether an expression is a name that an import binds where it stands: no parameter, function or class."""
+        scope = self.get_metadata(ScopeProvider, node, None)
+        if scope is None or not isinstance(node, cst.Name):
+            return False
+        found = scope[node.value]
+        defined = any(isinstance(getattr(one, "node", None), (cst.FunctionDef, cst.ClassDef)) for one in found)
+        return not defined and any(isinstance(one, ImportAssignment) for one in found)
+
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
         new = self._plain.get(original_node.value)
+        if new is not None and not self._is_imported(original_node):
+            new = None
         return updated_node if new is None else _expression(new)
 
     def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
         root, _, rest = _name_of(original_node).partition(".")
         new = PACKAGES.get(f"{self._bound[root]}.{rest}") if root in self._bound and rest else None
-        if new is None:
+        if new is None or not self._is_imported(_root_of(original_node)):
             return updated_node.with_changes(attr=original_node.attr)
         # `L.pytorch` is L itself.
         same = new == renamed(self._bound[root]) and root not in self._plain
