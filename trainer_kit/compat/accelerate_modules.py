@@ -1,4 +1,4 @@
-"""Tensors of modules, hooks around a forward, and weights in a folder, as Accelerate's scripts handle them."""
+"""Accelerate's functions for module tensors, hooks around a forward, and weights in a folder."""
 
 from __future__ import annotations
 
@@ -60,13 +60,13 @@ _HANDLES: Final = "_hf_hook_handles"
 def named_module_tensors(
     module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
-    """Names and tensors of a module's parameters and buffers.
+    """Yield the names and tensors of a module's parameters and buffers.
 
     Args:
-        module: whose.
-        include_buffers: whether buffers are among them.
-        recurse: whether those of its parts are among them.
-        remove_non_persistent: without buffers that a state dict does not have.
+        module: the module.
+        include_buffers: include buffers.
+        recurse: include submodules.
+        remove_non_persistent: leave out buffers that are not in the state dict.
 
     Example:
         >>> [name for name, _ in named_module_tensors(nn.BatchNorm1d(2))]
@@ -90,18 +90,18 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put a parameter or buffer on a device, or another value in its place.
+    """Move a parameter or buffer to a device, or replace its value.
 
     Args:
-        module: which has it, or whose part does.
-        tensor_name: such as ``"layers.0.weight"``.
-        device: where to.
-        value: what to put there; None: what is there now.
-        dtype: of floating-point values; by default that of the tensor.
-        fp16_statistics: refused; `load_and_quantize_model` keeps them.
+        module: the module that contains the tensor, directly or in a submodule.
+        tensor_name: a name such as ``"layers.0.weight"``.
+        device: the target device.
+        value: the new value; None keeps the current one.
+        dtype: the dtype of floating-point values; by default the tensor's.
+        fp16_statistics: refused; `load_and_quantize_model` keeps the statistics.
         tied_params_map: accepted; tie parameters with `retie_parameters`.
         non_blocking: do not wait for copies to an accelerator.
-        clear_cache: accepted; torch's allocator uses freed memory again.
+        clear_cache: accepted; torch's allocator reuses freed memory.
 
     Raises:
         ConfigurationError: there is no such tensor, it has another shape, or no values.
@@ -141,7 +141,7 @@ def set_module_tensor_to_device(
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """The names of each parameter that has several.
+    """Return the groups of names that refer to the same parameter.
 
     Example:
         >>> model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
@@ -154,11 +154,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Give all names of a group the first of its parameters that has values.
+    """Tie the names of each group to the first parameter in it that has values.
 
     Args:
-        model: whose parameters.
-        tied_params: what `find_tied_parameters` found before they were moved.
+        model: the model.
+        tied_params: what `find_tied_parameters` returned before the parameters were moved.
     """
     for names in tied_params:
         held = [model.get_parameter(name) for name in names]
@@ -169,7 +169,7 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Whether a transformers model says that it ties parameters."""
+    """Whether the config of a transformers model ties parameters."""
     config: Any = getattr(model, "config", None)
     embeddings: Any = getattr(model, "get_output_embeddings", None)
     if config is None or embeddings is None:
@@ -183,10 +183,10 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Sequence[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
 ) -> None:
-    """Refuse a device map that puts the names of a tied parameter on several devices.
+    """Refuse a device map that splits a tied parameter across devices.
 
     Raises:
-        ConfigurationError: it does.
+        ConfigurationError: names of one parameter are on several devices.
     """
     for names in tied_params:
         places = {name: next(device_map[key] for key in _above(name) if key in device_map) for name in names}
@@ -206,7 +206,7 @@ def _above(name: str) -> Iterator[str]:
 def get_max_layer_size(
     modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
 ) -> tuple[int, list[str]]:
-    """The size of the largest layer, and which layers have it.
+    """The size of the largest layer, and the names of the layers of that size.
 
     Args:
         modules: names and modules or tensors.
@@ -227,7 +227,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """The bytes of a model; and of its largest layer, with the names of those layers.
+    """The size of a model in bytes; the size of its largest layer, with the names of the layers of that size.
 
     Example:
         >>> calculate_maximum_sizes(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1)))
@@ -241,14 +241,14 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The weights in a file, each on its device.
+    """Load the weights in a file, each to its device.
 
     Args:
         checkpoint_file: a safetensors file, or a ``torch.save`` file of tensors.
-        device_map: by name of a module its device; what it does not name, and ``"disk"``, is read to the CPU.
+        device_map: devices by module name; unnamed modules, and ``"disk"``, are loaded to the CPU.
 
     Raises:
-        CheckpointError: it is neither, or damaged.
+        CheckpointError: the file is neither, or is damaged.
     """
     weights = read_weights(checkpoint_file)
     for name in weights if device_map else ():
@@ -261,7 +261,7 @@ def load_state_dict(
 
 
 class ModelHook:
-    """Methods around the forward of a module; `add_hook_to_module` attaches them.
+    """A hook with methods before and after a module's forward; `add_hook_to_module` attaches it.
 
     Attributes:
         no_grad: whether the forward runs without gradients.
@@ -270,27 +270,27 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when it is attached."""
+        """Called when the hook is attached."""
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Called before the forward; returns its arguments."""
+        """Called before the forward; returns the arguments to use."""
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after the forward; returns its result."""
+        """Called after the forward; returns the result to use."""
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when it is removed."""
+        """Called when the hook is removed."""
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, one after the other.
+    """Runs several hooks, one after the other.
 
     Args:
-        hooks: in their order.
+        hooks: the hooks, in order.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -318,11 +318,11 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Attach a hook, which runs where the module is called; it takes the place of an earlier one.
+    """Attach a hook, which runs when the module is called; it replaces an earlier one.
 
     Args:
-        module: is returned.
-        hook: is found as ``module._hf_hook``.
+        module: the module; it is returned.
+        hook: the hook; stored as ``module._hf_hook``.
         append: keep the earlier hook, which runs first.
 
     Example:
@@ -363,8 +363,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     """Remove what `add_hook_to_module` attached, and the hooks of `dispatch_model`.
 
     Args:
-        module: is returned; weights that were offloaded stay in host memory or on disk.
-        recurse: of its parts, too.
+        module: the module; it is returned. Offloaded weights stay in host memory or on disk.
+        recurse: include submodules.
     """
     hook = module.__dict__.pop("_hf_hook", None)
     for handle in module.__dict__.pop(_HANDLES, ()):
@@ -378,22 +378,22 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """`remove_hook_from_module`, of its parts too."""
+    """Call `remove_hook_from_module` on a module and its submodules."""
     remove_hook_from_module(module, recurse=True)
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings inputs, and weights that are offloaded, to the device on which a module computes.
+    """Moves inputs and offloaded weights to the device on which a module computes.
 
     Args:
-        execution_device: where it computes; None: where its inputs are.
-        offload: weights are there during its forward only.
-        io_same_device: results go where the inputs came from.
+        execution_device: the device of the computation; None for the device of the inputs.
+        offload: keep weights on that device only during the forward.
+        io_same_device: return results on the device of the inputs.
         weights_map: the weights by name; by default they are kept in host memory.
-        offload_buffers: whether buffers are offloaded, too.
-        place_submodules: whether this covers the tensors of its parts.
-        skip_keys: names of arguments and results that stay where they are.
-        tied_params_map: accepted; a tied weight is brought for each of its modules.
+        offload_buffers: offload buffers too.
+        place_submodules: include the tensors of submodules.
+        skip_keys: names of arguments and results that are not moved.
+        tied_params_map: accepted; a tied weight is loaded for each of its modules.
     """
 
     def __init__(
@@ -458,11 +458,11 @@ class AlignDevicesHook(ModelHook):
 
 
 class CpuOffload(ModelHook):
-    """Keeps a whole model in host memory until it is called; `cpu_offload_with_hook` can send it back.
+    """Keeps a whole model in host memory until it is called; `cpu_offload_with_hook` can move it back.
 
     Args:
-        execution_device: where it computes; by default on the accelerator.
-        prev_module_hook: of the model that is sent back when this one is called.
+        execution_device: the device of the computation; by default the accelerator.
+        prev_module_hook: the hook of a model that is moved back to host memory when this one is called.
     """
 
     def __init__(self, execution_device: int | str | torch.device | None = None, prev_module_hook: Any = None) -> None:
@@ -489,11 +489,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Any = None) -> Iterator[None]:
-    """Inside, the tensors of a module have values, and are on a device.
+    """Context in which the tensors of a module have values and are on a device.
 
     Args:
-        module: its own parameters; those of its parts stay.
-        execution_device: where to; None: where its hook computes, or where they are.
+        module: the module; submodules are not moved.
+        execution_device: the device; None for that of the module's hook, else where the tensors are.
     """
     hook = module.__dict__.get("_hf_hook")
     if isinstance(hook, AlignDevicesHook) and hook.offload:
@@ -518,7 +518,7 @@ def align_module_device(module: nn.Module, execution_device: Any = None) -> Iter
 
 # -- weights in a folder -----------------------------------------------------------------------------------------------
 
-_CARRIERS: Final = {1: torch.int8, 2: torch.int16}  # of dtypes that NumPy does not have, by their size
+_CARRIERS: Final = {1: torch.int8, 2: torch.int16}  # by size, for dtypes that NumPy lacks
 
 
 def offload_weight(
@@ -527,10 +527,10 @@ def offload_weight(
     """Write a tensor to ``<weight_name>.dat``.
 
     Args:
-        weight: of any device.
+        weight: a tensor on any device.
         weight_name: its name.
-        offload_folder: a directory.
-        index: gets its dtype and shape, for `save_offload_index`.
+        offload_folder: the directory.
+        index: receives its dtype and shape, for `save_offload_index`.
 
     Returns:
         The index.
@@ -560,7 +560,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
-    """Add an index to ``index.json`` of a folder."""
+    """Add an index to a folder's ``index.json``."""
     if index:
         file = Path(offload_folder) / "index.json"
         known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -568,10 +568,10 @@ def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write the tensors of a state dict, and their index, into a folder.
+    """Write the tensors of a state dict and their index to a folder.
 
     Args:
-        save_dir: is made where it is missing.
+        save_dir: the folder; created if missing.
         state_dict: the tensors.
     """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
@@ -584,7 +584,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Read the weights of an index into a model, on the CPU.
+    """Load the weights of an index into a model, on the CPU.
 
     Args:
         model: may be on the meta device.
@@ -597,7 +597,7 @@ def load_offloaded_weights(
 
 
 def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
-    """The part of a state dict that belongs to some modules.
+    """Return the entries of a state dict that belong to the named modules.
 
     Example:
         >>> extract_submodules_state_dict({"a.weight": 1, "ab.weight": 2}, ["a"])
@@ -611,10 +611,10 @@ def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A mapping whose keys are those of another one behind a prefix.
+    """Reads another mapping with a prefix before each key.
 
     Args:
-        dataset: the other one.
+        dataset: the other mapping.
         prefix: the prefix.
     """
 
@@ -633,16 +633,16 @@ class PrefixedDataset(Mapping[str, Any]):
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name: those of a state dict, and those that are read from a folder when they are asked for.
+    """Weights by name: those of a state dict, and those of a folder, which are read on access.
 
     Args:
-        state_dict: those in memory.
-        save_folder: what `offload_state_dict` wrote.
-        index: of the folder, or of safetensors files; by default the folder's own.
-        device: where what is read from safetensors files goes.
+        state_dict: the weights in memory.
+        save_folder: a folder that `offload_state_dict` wrote.
+        index: an index of the folder or of safetensors files; by default the folder's own.
+        device: the device of weights read from safetensors files.
 
     Raises:
-        ConfigurationError: nothing is given.
+        ConfigurationError: no argument is given.
 
     Example:
         >>> OffloadedWeightsLoader({"a": torch.ones(1)})["a"]

@@ -1,4 +1,4 @@
-"""The module paths and names of Hugging Face Accelerate, and their homes here."""
+"""The module paths and names of Hugging Face Accelerate, and where each name is defined here."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _HOMES: Final[dict[str, str]] = {
     "inference.quantization": "BnbQuantizationConfig load_and_quantize_model",
     "launch.configuration": "load_config_from_file=read_configuration",
 }
-"""By module its names; ``theirs=ours`` where they differ."""
+"""The names of each module here; ``theirs=ours`` where the names differ."""
 
 _NAMES: Final = {
     theirs: f"{module}:{ours or theirs}"
@@ -95,7 +95,7 @@ _MODULES: Final = (
     "utils.operations utils.other utils.random utils.torch_xla utils.tqdm utils.transformer_engine utils.versions"
 )
 PATHS: Final[dict[str, dict[str, str]]] = {path: dict(_NAMES) for path in _MODULES.split()}
-"""By module path its names: a name means the same at each path, so each path has all of them."""
+"""The names at each module path: a name means the same at each path, so each path has all of them."""
 PATHS[""] = {"is_rich_available": "compat.accelerate_probes:is_rich_available"}
 PATHS["optimizer"]["__call__"] = "precision.optimizers:make_optimizer"  # `tk.optimizer` is a function, too
 PATHS["utils.tqdm"]["__call__"] = "accelerator.script_names:tqdm"  # which `utils.tqdm` is, too

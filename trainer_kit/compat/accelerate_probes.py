@@ -1,4 +1,4 @@
-"""What is installed, and what this machine computes on: the ``is_..._available`` questions of Accelerate's scripts."""
+"""Accelerate's ``is_..._available`` functions: which packages and devices this machine has."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _PACKAGES: Final = {
     "triton": "triton",
     "wandb": "wandb",
 }
-"""By the word in ``is_<word>_available``: modules, one of which must be installed."""
+"""For each word in ``is_<word>_available``, the modules of which one must be installed."""
 
 _DEVICES: Final[dict[str, Callable[[], bool]]] = {
     "cuda": torch.cuda.is_available,
@@ -80,14 +80,14 @@ _DEVICES: Final[dict[str, Callable[[], bool]]] = {
     },
 }
 _ALWAYS: Final = {"lomo": False, "msamp": False, "pippy": True, "weights_only": True}
-"""What this library answers by itself: it refuses LOMO and MS-AMP, and has pipelines and safe loading."""
+"""Answers that do not depend on the machine: LOMO and MS-AMP are refused; pipelines and safe loading exist."""
 
 
 def probe(word: str) -> Callable[..., bool]:
-    """The function ``is_<word>_available``.
+    """Make the function ``is_<word>_available``.
 
     Args:
-        word: of one of the three tables of this module.
+        word: a key of one of the three tables of this module.
 
     Example:
         >>> probe("numpy")(), probe("msamp")()
@@ -159,7 +159,7 @@ def is_habana_gaudi1() -> bool:
 
 
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Whether torch_xla is installed, and computes on a TPU or a GPU where that is asked."""
+    """Whether torch_xla is installed and, on request, computes on a TPU or a GPU."""
     if importlib.util.find_spec("torch_xla") is None:
         return False
     if not (check_is_tpu or check_is_gpu):
@@ -186,10 +186,10 @@ def _required(word: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def deepspeed_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: a call without DeepSpeed installed is an ImportError that names it."""
+    """Decorator: a call raises an ImportError if DeepSpeed is not installed."""
     return _required("deepspeed", func)
 
 
 def torchao_required(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: a call without torchao installed is an ImportError that names it."""
+    """Decorator: a call raises an ImportError if torchao is not installed."""
     return _required("torchao", func)

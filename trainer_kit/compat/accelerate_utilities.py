@@ -1,4 +1,4 @@
-"""Functions for nested tensors, files and the environment that Accelerate's scripts import from ``utils``."""
+"""Functions of Accelerate's ``utils`` for nested tensors, files and the environment."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ SAFE_WEIGHTS_NAME: Final = "model.safetensors"
 SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME: Final = "model.safetensors.index.json"
 FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
-# Words of its configuration files.
+# Values in its configuration files.
 FSDP_SHARDING_STRATEGY: Final = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 FSDP_AUTO_WRAP_POLICY: Final = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH: Final = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
@@ -192,16 +192,16 @@ class TensorInformation:
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """Of a filter: torch's nested tensors are refused by `pad_across_processes`."""
+    """For warning filters only: `pad_across_processes` refuses torch's nested tensors."""
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Whether it is a `TensorInformation`."""
+    """Whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether it is a namedtuple.
+    """Whether an object is a namedtuple.
 
     Example:
         >>> from collections import namedtuple
@@ -212,7 +212,7 @@ def is_namedtuple(data: Any) -> bool:
 
 
 def honor_type(obj: Any, generator: Any) -> Any:
-    """A list, tuple or namedtuple of ``obj``'s type from an iterable."""
+    """Make a list, tuple or namedtuple of ``obj``'s type from an iterable."""
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
@@ -224,18 +224,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Call ``func`` on every tensor of a nesting of lists, tuples and mappings; their types are kept.
+    """Call ``func`` on every tensor in nested lists, tuples and mappings; their types are kept.
 
     Args:
-        func: is called with each tensor, ``args`` and ``kwargs``.
-        data: the nesting.
+        func: called with each tensor, ``args`` and ``kwargs``.
+        data: the nested data.
         args: further arguments.
-        test_type: what counts as a tensor.
+        test_type: returns whether an object counts as a tensor.
         error_on_other_type: refuse anything else, instead of returning it as it is.
         kwargs: further arguments.
 
     Raises:
-        ConfigurationError: ``error_on_other_type``, and there is something else.
+        ConfigurationError: with ``error_on_other_type``, the data contain anything else.
 
     Example:
         >>> recursively_apply(torch.add, {"x": [torch.tensor(1), "a"]}, 2)
@@ -247,13 +247,13 @@ def recursively_apply(
 def send_to_device(
     tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
 ) -> Any:
-    """A batch with all its tensors on ``device``.
+    """Move all tensors of a batch to ``device``.
 
     Args:
-        tensor: any nesting; tensors and other objects with ``.to(device)`` are moved.
-        device: where to; a number is that of an accelerator.
+        tensor: any nested data; tensors and other objects with ``.to(device)`` are moved.
+        device: the target device; a number is the index of an accelerator.
         non_blocking: do not wait for copies to an accelerator.
-        skip_keys: of mappings, whose values stay where they are.
+        skip_keys: keys of mappings whose values are not moved.
 
     Example:
         >>> moved = send_to_device({"x": torch.ones(1), "y": torch.ones(1)}, "meta", skip_keys="y")
@@ -273,17 +273,17 @@ def send_to_device(
 
 
 def get_data_structure(data: Any) -> Any:
-    """The nesting with a `TensorInformation` in place of each tensor."""
+    """Replace each tensor in nested data by a `TensorInformation`."""
     return recursively_apply(lambda one: TensorInformation(one.shape, one.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The nesting with the shape, a list, in place of each tensor."""
+    """Replace each tensor in nested data by its shape, a list."""
     return recursively_apply(lambda one: list(one.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The nesting with an empty tensor in place of each `TensorInformation`."""
+    """Replace each `TensorInformation` in nested data by an uninitialized tensor."""
     make: Any = lambda one: torch.empty(*one.shape, dtype=one.dtype)  # noqa: E731
     return recursively_apply(make, data_structure, test_type=is_tensor_information)
 
@@ -292,7 +292,7 @@ def find_batch_size(data: Any) -> int:
     """The first size of the first tensor.
 
     Raises:
-        ConfigurationError: there is no tensor in the first place.
+        ConfigurationError: the first element is not a tensor.
     """
     one = data
     while isinstance(one, (Mapping, list, tuple)) and len(one):
@@ -318,14 +318,14 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def listify(data: Any) -> Any:
-    """The nesting with lists of numbers in place of tensors."""
+    """Replace each tensor in nested data by a list of numbers."""
     return recursively_apply(
         lambda one: one.detach().cpu().tolist(), data
-    )  # sync point: a list of numbers is asked for
+    )  # sync point: the caller asks for Python numbers
 
 
 def slice_tensors(data: Any, tensor_slice: Any, process_index: Any = None, num_processes: Any = None) -> Any:
-    """The nesting with ``tensor[tensor_slice]`` in place of each tensor.
+    """Replace each tensor in nested data by ``tensor[tensor_slice]``.
 
     Example:
         >>> slice_tensors([torch.arange(4)], slice(1, 3))
@@ -335,10 +335,10 @@ def slice_tensors(data: Any, tensor_slice: Any, process_index: Any = None, num_p
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """Nestings of the same structure as one, whose tensors are concatenated.
+    """Concatenate the tensors of nested data that have the same structure.
 
     Raises:
-        ConfigurationError: something is no tensor.
+        ConfigurationError: the data contain something other than tensors.
 
     Example:
         >>> concatenate([{"x": torch.ones(1)}, {"x": torch.zeros(1)}])
@@ -355,13 +355,13 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """The nesting with zeros behind each tensor, so that its length along ``dim`` is a multiple of ``num_processes``.
+    """Append zeros to each tensor, so that its length along ``dim`` is a multiple of ``num_processes``.
 
     Args:
-        tensor: the nesting; each tensor is ``batch_size`` long along ``dim``.
-        batch_size: likewise.
-        num_processes: processes that share the batch.
-        dim: along which it is divided.
+        tensor: nested data; each tensor is ``batch_size`` long along ``dim``.
+        batch_size: the length of each tensor.
+        num_processes: number of processes that share the batch.
+        dim: the dimension along which the batch is divided.
 
     Example:
         >>> pad_input_tensors(torch.ones(3), 3, 2)
@@ -377,12 +377,12 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """The nesting with float32 in place of float16 and bfloat16."""
+    """Convert float16 and bfloat16 tensors in nested data to float32."""
     return each_tensor(tensor, to_float32)
 
 
 def convert_outputs_to_fp32(model_forward: _F) -> _F:
-    """Decorator: a forward that returns float32 in place of float16 and bfloat16.
+    """Decorator: the forward's float16 and bfloat16 outputs are converted to float32.
 
     Example:
         >>> convert_outputs_to_fp32(lambda x: {"y": x.half()})(torch.ones(1))
@@ -400,7 +400,7 @@ def convert_outputs_to_fp32(model_forward: _F) -> _F:
 
 
 def convert_bytes(size: float) -> str:
-    """A number of bytes in words.
+    """Format a number of bytes with a unit.
 
     Example:
         >>> convert_bytes(2048), convert_bytes(3 * 1024**4)
@@ -414,10 +414,10 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """A number of bytes from ``"5GB"`` or ``"1GiB"``; with a small b (``"8Gb"``) it counts bits.
+    """Parse a number of bytes such as ``"5GB"`` or ``"1GiB"``; a lowercase b (``"8Gb"``) means bits.
 
     Raises:
-        ConfigurationError: it is no such text.
+        ConfigurationError: the text is not a size.
 
     Example:
         >>> convert_file_size_to_int("1GiB"), convert_file_size_to_int("8Kb")
@@ -427,7 +427,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def dtype_byte_size(dtype: Any) -> float:
-    """Bytes of an element.
+    """The size of one element in bytes.
 
     Example:
         >>> dtype_byte_size(torch.float16), dtype_byte_size(torch.bool), dtype_byte_size(CustomDtype.INT4)
@@ -445,7 +445,7 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Put the values of ``source`` into ``destination``, dicts in dicts too.
+    """Merge ``source`` into ``destination``, including nested dicts.
 
     Example:
         >>> merge_dicts({"a": {"x": 1}}, {"a": {"y": 2}, "b": 3})
@@ -462,13 +462,13 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether a process of this machine listens on a port; by default 29500."""
+    """Whether a process on this machine listens on a port, by default 29500."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         return one.connect_ex(("localhost", int(29500 if port is None else port))) == 0
 
 
 def get_free_port() -> int:
-    """A port on which no process of this machine listens."""
+    """Find a port on which no process on this machine listens."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as one:
         one.bind(("", 0))
         return int(one.getsockname()[1])
@@ -482,18 +482,18 @@ def check_os_kernel() -> None:
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """``torch.load`` of tensors and plain data; ``weights_only=False`` reads pickles of a source that you trust."""
+    """``torch.load`` for tensors and plain data; ``weights_only=False`` reads pickles from a source that you trust."""
     return torch.load(f, map_location, **{"weights_only": True, **kwargs})
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """What two tensors that share their memory have in common."""
+    """An identifier that two tensors have in common if they share memory."""
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The tensors of a state dict, contiguous, each memory once, under its first name.
+    """The tensors of a state dict, made contiguous; shared memory appears once, under its first name.
 
     Example:
         >>> weight = torch.ones(2)
@@ -520,7 +520,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """1 for "yes", "true", "on", "1", …, 0 for "no", "false", "off", "0", …; with ``to_bool`` True and False.
 
     Raises:
-        ConfigurationError: another word.
+        ConfigurationError: the text is neither.
     """
     word = value.lower()
     if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in ("n", "no", "f", "false", "off", "0"):
@@ -529,12 +529,12 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """The first of these environment variables that is a number from 0 on."""
+    """The first of these environment variables that holds a number of at least 0."""
     return next((value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Whether an environment variable says yes."""
+    """Whether an environment variable is set to a true value."""
     return str_to_bool(os.environ.get(key, str(default))) == 1
 
 
@@ -544,12 +544,12 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Those of these modules that are imported."""
+    """The modules among these that are already imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Lines ``KEY=value``, without those that a shell would read in another way.
+    """Format variables as lines ``KEY=value``, without those that a shell would interpret.
 
     Example:
         >>> convert_dict_to_env_variables({"A": "1", "B": "x; y"})
@@ -574,7 +574,7 @@ def _restored() -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Inside, there are no environment variables."""
+    """Context without environment variables."""
     with _restored():
         os.environ.clear()
         yield
@@ -582,7 +582,7 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Inside, these environment variables, in capitals, have these values.
+    """Context in which these environment variables, in upper case, have these values.
 
     Example:
         >>> with patch_environment(my_flag=1):
@@ -602,7 +602,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: Any) -> Any:
-    """Decorator of a test, or of a class of them: what it adds to ``ACCELERATE_...`` variables is taken back."""
+    """Decorator for a test or a test class: afterwards restores the ``ACCELERATE_...`` variables."""
     if isinstance(func_or_cls, type):
         for name, one in vars(func_or_cls).copy().items():
             if name.startswith("test") and callable(one):
@@ -634,7 +634,7 @@ def disable_fsdp_ram_efficient_loading() -> None:
 
 @dataclass
 class CPUInformation:
-    """This process among those of its launcher."""
+    """The rank and sizes of this process, as its launcher set them."""
 
     rank: int = 0
     world_size: int = 1
@@ -643,13 +643,13 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """This process among those of its launcher."""
+    """Read the rank and sizes that the launcher set for this process."""
     here = Environment.detect()
     return CPUInformation(here.rank, here.world_size, here.local_rank, here.local_world_size)
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """The kind of accelerator of this machine ("cuda" where there is none), and Accelerate's word for several."""
+    """The accelerator type of this machine ("cuda" if none), and Accelerate's name for several of them."""
     found = present_accelerator()
     kind = "cuda" if found is None else found.type
     return kind, several_on(kind)
@@ -667,7 +667,7 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether this machine's GPUs exchange data directly; those of the RTX 4000 series do not."""
+    """Whether this machine's GPUs can exchange data directly; the RTX 4000 series cannot."""
     return not any("RTX 40" in name for name in get_gpu_info()[0]) or get_gpu_info()[1] < 2
 
 
@@ -675,12 +675,12 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made it."""
+    """Whether a module is the result of ``torch.compile``."""
     return isinstance(module, OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether ``torch.compile`` made a part of it, or compiled a part in place."""
+    """Whether a submodule is the result of ``torch.compile`` or was compiled in place."""
     return any(
         isinstance(part, OptimizedModule) or part._compiled_call_impl is not None
         for part in module.modules()
@@ -689,12 +689,12 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether a parameter is divided among processes."""
+    """Whether a parameter is sharded among processes (a DTensor)."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Among how many processes transformers divided the layers of a model."""
+    """The number of processes among which transformers split a model's layers."""
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     found = getattr(model, "tp_size", None)
     if found is None:
@@ -703,7 +703,7 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Every module of a model, the model last; with ``return_fqns`` pairs of name and module."""
+    """All modules of a model, the model last; with ``return_fqns``, pairs of name and module."""
     ordered: list[tuple[str, nn.Module]] = []
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:
@@ -714,7 +714,7 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether it is a model of the ``peft`` library."""
+    """Whether a model comes from the ``peft`` library."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(getattr(model, "module", model), peft.PeftModel)
 

@@ -1,7 +1,7 @@
 """DeepSpeed under an `Accelerator`, with Hugging Face Accelerate's names.
 
-These records stand outside the engine's package because `Accelerator` takes them, with or without the engine; they
-import the engine when they are used.
+These records are outside the engine's package because `Accelerator` takes them with or without the engine; they import
+the engine on use.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class DummyScheduler:
 
 
 def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimizer:
-    """The given optimizer; for a `DummyOptim` the one that the strategy's JSON names. Having both is an error."""
+    """Return the given optimizer; for a `DummyOptim`, the one that the strategy's JSON names. Both is an error."""
     sections = strategy.sections
     if not isinstance(given, DummyOptim):
         if sections is not None:
@@ -98,7 +98,7 @@ def made_optimizer(strategy: Strategy, given: Optimizer | DummyOptim) -> Optimiz
 
 
 def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 1) -> Any:
-    """The given scheduler; for a `DummyScheduler` the one that the strategy's JSON names.
+    """Return the given scheduler; for a `DummyScheduler`, the one that the strategy's JSON names.
 
     Args:
         strategy: the strategy with the JSON.
@@ -230,7 +230,7 @@ class DeepSpeedPlugin:
         self.deepspeed_config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
 
     def _configure_transformers(self) -> None:
-        """Make ``from_pretrained`` of transformers shard weights, which it does as long as this object exists."""
+        """Make ``from_pretrained`` of transformers shard weights for as long as this object exists."""
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
         except ImportError as error:

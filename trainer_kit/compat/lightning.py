@@ -1,4 +1,4 @@
-"""Arguments that Lightning's Trainer has or had and this one does not, and what to write instead."""
+"""Arguments of Lightning's Trainer that this Trainer lacks, and what to write instead."""
 
 from __future__ import annotations
 
@@ -62,4 +62,4 @@ FORMER_ARGUMENTS: Final = {
     "min_nb_epochs": "min_epochs={value}",
     "nb_sanity_val_steps": "num_sanity_val_steps={value}",
 }
-"""What to write instead, by name; ``{value}`` is what was given."""
+"""What to write instead, by name; ``{value}`` is the given value."""

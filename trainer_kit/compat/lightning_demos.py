@@ -1,4 +1,4 @@
-"""The small models and datasets of Lightning's `demos.boring_classes`, by their names there."""
+"""The small models and datasets of Lightning's `demos.boring_classes`, under the same names."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class BoringModel(TrainModule):
         return self.layer(x)  # type: ignore[no-any-return]
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        """The mean squared error, by default from ones."""
+        """The mean squared error; labels default to ones."""
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 
     def step(self, batch: Any) -> Tensor:
@@ -106,7 +106,7 @@ class BoringModel(TrainModule):
 
 
 class ManualOptimBoringModel(BoringModel):
-    """The same in manual optimization."""
+    """`BoringModel` with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Lightning's module paths with the homes of their names here, and the names that are not here."""
+"""Lightning's module paths, where each name is defined here, and the names that are missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LIBRARY: Final = "Lightning"
 
 
 def _at(module: str, *names: str, **renamed: str) -> dict[str, str]:
-    """Names that one module has; by keyword those that are called otherwise there."""
+    """The names that one module defines; keywords map Lightning's name to a different name there."""
     return {name: f"{module}:{name}" for name in names} | {name: f"{module}:{own}" for name, own in renamed.items()}
 
 
@@ -185,7 +185,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "utilities.types": _TYPES,
     "utilities.warnings": _RANK_ZERO | _utilities("PossibleUserWarning"),
 }
-"""By module path, the names there with their homes; a module that exists comes first."""
+"""By module path, its names and where they are defined; an existing module has priority."""
 
 _FABRIC = ("apply_func", "cloud_io", "data", "distributed", "exceptions", "rank_zero", "seed", "types", "warnings")
 PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC})
@@ -364,4 +364,4 @@ ELSEWHERE: Final[dict[str, str]] = {
     "utilities.upgrade_checkpoint": "load_from_checkpoint reads the weights of a .ckpt file of any version",
     "warning_cache": "trainer_kit.utilities.rank_zero.WarningCache()",
 }
-"""Names and paths that are missing, with what to use; ``path.name`` where a name means this only there."""
+"""Missing names and paths, with what to use; ``path.name`` for a name that is missing only at that path."""

@@ -1,4 +1,4 @@
-"""Helpers and types of Lightning's `utilities`, by their names there."""
+"""Helpers and types of Lightning's `utilities`, under the same names."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
 )
 
 MisconfigurationException = ConfigurationError
-"""What this library raises for a wrong call."""
+"""The error that this library raises for a wrong call."""
 AttributeDict = HParams
 extract_batch_size = batch_size_of
 is_oom_error = ran_out_of_memory
@@ -128,7 +128,7 @@ class GradClipAlgorithmType(LightningEnum):
 
 
 def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any], Any]:
-    """Decorate the ``experiment`` of a logger: on other ranks than the first it takes every call and does nothing.
+    """Decorator for the ``experiment`` of a logger: on ranks other than 0, every call does nothing.
 
     Example:
         >>> class Mine:
@@ -151,12 +151,12 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     """Whether a class defines a method that its parent has.
 
     Args:
-        method_name: of the method.
+        method_name: the method's name.
         instance: an object of the class; None has no overrides.
-        parent: the class that has the default; found for modules, datamodules and callbacks.
+        parent: the class with the default; optional for modules, datamodules and callbacks.
 
     Raises:
-        ConfigurationError: for another object without ``parent``.
+        ConfigurationError: ``parent`` is missing for any other object.
 
     Example:
         >>> from trainer_kit.testing import TinyModule
@@ -177,7 +177,7 @@ def get_filesystem(path: Any, **options: Any) -> Any:
 
     Args:
         path: local, or with a protocol such as ``s3://``.
-        options: of the file system.
+        options: options of the file system.
 
     Example:
         >>> get_filesystem("memory://runs").protocol
@@ -189,15 +189,15 @@ def get_filesystem(path: Any, **options: Any) -> Any:
 
 
 def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
-    """The norm of each parameter's gradient and of all together; reads them from the device.
+    """The norm of each parameter's gradient and of all gradients; a sync point.
 
     Args:
-        module: after its backward.
-        norm_type: of the norm, such as 2 or ``"inf"``.
-        group_separator: in the names, behind ``grad_2.0_norm``.
+        module: the module, after the backward.
+        norm_type: the order of the norm, such as 2 or ``"inf"``.
+        group_separator: the separator after ``grad_2.0_norm`` in the names.
 
     Raises:
-        ConfigurationError: for an order that is not above zero.
+        ConfigurationError: the order is not positive.
 
     Example:
         >>> layer = nn.Linear(2, 1, bias=False)
@@ -222,10 +222,10 @@ def has_iterable_dataset(dataloader: object) -> bool:
 
 @contextmanager
 def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
-    """What is drawn inside is not drawn outside.
+    """Context that restores the state of the random number generators on exit.
 
     Args:
-        include_cuda: also on the current accelerator.
+        include_cuda: include the current accelerator.
     """
     device = torch.accelerator.current_accelerator() if include_cuda and torch.accelerator.is_available() else None
     with preserved_rng(device):
@@ -233,4 +233,4 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
 
 
 def cli_lightning_logo() -> None:
-    """Print nothing: example programs call it."""
+    """Does nothing; it exists because example programs call it."""

@@ -1,7 +1,7 @@
 """Megatron's options with Hugging Face Accelerate's names.
 
-The record stands outside the engine's package because `Accelerator` takes it, with or without the engine; it imports
-the engine when it is used.
+The record is outside the engine's package because `Accelerator` takes it with or without the engine; it imports the
+engine on use.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ class AimLogger(RunLogger):
     Args:
         repo: its path or URL; None for ``save_dir``.
         experiment: the group of runs; None for ``trainer_kit_logs``.
-        train_metric_prefix: metrics that begin with it are tracked without it, in the context ``subset: train``;
+        train_metric_prefix: metrics with this prefix are tracked without it, in the context ``subset: train``;
             None or empty for no such context.
         val_metric_prefix: likewise, ``subset: val``.
         test_metric_prefix: likewise, ``subset: test``.
-        run_name: None for one that Aim makes up.
-        run_hash: of a run to continue.
+        run_name: the run's name; None lets Aim choose one.
+        run_hash: the hash of a run to continue.
         save_dir: where the repository and other local files are.
         prefix: the start of metric names, followed by ``-``.
         log_model: copy checkpoints: ``"all"`` when they are saved, True those that still exist at the end.

@@ -24,15 +24,15 @@ class ClearMLLogger(RunLogger):
 
     Args:
         project_name: None for ``CLEARML_PROJECT``, else ``trainer_kit_logs``.
-        task_name: of a new task.
+        task_name: the name of a new task.
         save_dir: where local files go.
-        task_id: of a task to continue.
-        offline: write an archive instead of sending.
+        task_id: the id of a task to continue.
+        offline: write an archive instead of sending data.
         prefix: the start of metric names, followed by ``-``.
         log_model: upload checkpoints: ``"all"`` when they are saved, True those that still exist at the end.
         task: a task to log to; the caller closes it.
         **kwargs: for ``Task.init``: ``tags``, ``task_type``, ``output_uri``, …. ``auto_connect_frameworks`` is False
-            here: else ClearML patches ``torch.save`` and TensorBoard, and logs twice.
+            here: otherwise ClearML patches ``torch.save`` and TensorBoard, and logs twice.
 
     Raises:
         ConfigurationError: clearml is not installed.

@@ -18,7 +18,7 @@ _FORMER: Final = {
     "offline": "online=False",
     "rest_api_key": "api_key=",
 }
-"""Arguments of Lightning's former `CometLogger`, with what takes their place."""
+"""Arguments of Lightning's former `CometLogger`, with their replacements."""
 
 
 @final
@@ -32,7 +32,7 @@ class CometLogger(RunLogger):
         api_key: None for ``COMET_API_KEY`` or ``~/.comet.config``.
         workspace: None for the default one.
         project: None for Comet's "Uncategorized".
-        experiment_key: of an experiment to continue, or for a new one, 32 to 50 letters and digits.
+        experiment_key: the key of an experiment to continue, or of a new one: 32 to 50 letters and digits.
         mode: ``"get_or_create"``, ``"get"`` or ``"create"``, as in ``comet_ml.start``.
         online: False writes an archive to ``offline_directory``.
         prefix: the start of metric names, followed by ``-``.
@@ -42,7 +42,7 @@ class CometLogger(RunLogger):
         **kwargs: for ``comet_ml.ExperimentConfig``: ``name``, ``tags``, ``offline_directory``, ``log_code``, ….
 
     Raises:
-        ConfigurationError: comet_ml is not installed, or an argument has another name today.
+        ConfigurationError: comet_ml is not installed, or an argument has been renamed.
     """
 
     requires, module, extra = "comet-ml>=3.44.4", "comet_ml", "comet"

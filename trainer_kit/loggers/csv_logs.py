@@ -20,16 +20,16 @@ __all__ = ["CSVLogger"]
 class CSVLogger(DirectoryLogger):
     """Write ``metrics.csv`` and ``hparams.json``.
 
-    Rows are in the order of their steps, one per step: values of one step are merged, also into the table of an earlier
+    The table has one row per step, in order of steps; values of the same step are merged, even with those of an earlier
     run of the same version. Values of ``validate`` or ``test`` after a fit get a separate row if they would overwrite
     values of the fit. A metric that appears later becomes a new column.
 
     Args:
         save_dir: the directory of all experiments.
         name: the experiment; empty for ``save_dir`` itself.
-        version: an int, a word, empty for no such directory, or None for the next free number.
+        version: an int, a name, empty for no version directory, or None for the next free number.
         prefix: the start of metric names, followed by ``-``.
-        flush_logs_every_n_steps: how many steps are buffered in memory at most.
+        flush_logs_every_n_steps: the most steps to buffer in memory.
 
     Raises:
         ConfigurationError: ``flush_logs_every_n_steps`` is less than 1.
@@ -74,7 +74,7 @@ class CSVLogger(DirectoryLogger):
 
     @one_at_a_time
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Put the values into the row of ``step``.
+        """Add the values to the row of ``step``.
 
         Args:
             metrics: numbers, or tensors of one element.
@@ -99,11 +99,11 @@ class CSVLogger(DirectoryLogger):
 
     @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Write the hyperparameters to ``hparams.json``, and ``metrics`` as those of step 0.
+        """Write the hyperparameters to ``hparams.json``, and log ``metrics`` at step 0.
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values for the comparison of runs.
+            metrics: values for comparing runs.
         """
         self._keep_hparams(params)
         if metrics:
@@ -142,7 +142,7 @@ class _Table:
         data = path.read_bytes() if path.exists() else b""
         whole = data.rfind(b"\n") + 1
         if whole != len(data):
-            os.truncate(path, whole)  # a row that a crash of the machine cut short
+            os.truncate(path, whole)  # drop a row that a machine crash cut short
         rows = self._read()
         if rows:
             self._last = rows[-1]

@@ -1,4 +1,4 @@
-"""Calls loggers beside the training thread: each logger has a bounded queue and a thread of its own."""
+"""Calls loggers off the training thread: each logger has a bounded queue and a thread of its own."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from trainer_kit.loggers.journal import JSONLLogger
 __all__ = ["Deliveries", "Delivery", "JournalIndex"]
 
 _KEPT: Final = 1000
-"""Calls in memory for one logger; values beyond them are read back from the journal."""
+"""The most calls to keep in memory for one logger; further values are read back from the journal."""
 _PATIENCE: Final = 10.0
-"""Seconds that a start, a close and the durability of a checkpoint's journal wait at most, for all loggers together."""
+"""The most seconds that a start, a close or the sync of a checkpoint's journal waits for all loggers together."""
 _SHORT: Final = 1.0
-"""Seconds that a checkpoint waits for loggers other than the journal."""
+"""The most seconds that a checkpoint waits for loggers other than the journal."""
 _QUIET: Final = 60.0
 """Seconds between two warnings about a logger."""
 _IDLE: Final = 1.0
 """Seconds after which the thread of a logger without calls ends; the next call starts another one."""
 _DELAYS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
-"""Seconds before a call that failed is repeated."""
+"""Seconds to wait before each retry of a failed call."""
 _LAST: Final = 2.0
-"""Seconds for which calls that fail are repeated at the end."""
+"""Seconds for which failing calls are retried at the end."""
 _LAST_DELAY: Final = 0.25
 _MISTAKES: Final = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, ImportError)
-"""Errors of a program rather than of a service: they end sooner that a call is repeated."""
+"""Errors that point to a bug rather than to a failing service: such a call is retried fewer times."""
 _PUBLISHING: Final = threading.Lock()
 
 
@@ -60,27 +60,27 @@ class _Gap:
 
 @final
 class JournalIndex:
-    """Where in the journal each value of this process begins.
+    """The byte offset in the journal of each value that this process logs.
 
     Args:
-        journal: the file that gets every value.
+        journal: the logger that writes every value to the file.
     """
 
     def __init__(self, journal: JSONLLogger) -> None:
         self.journal = journal
-        self.count = 0  # of values so far, written or not
+        self.count = 0  # values so far, written or not
         self._offsets = array("q")
         self._written = threading.Condition()
 
     def note(self, number: int, offset: int) -> None:
-        """Value ``number`` begins at this byte; values before it without an offset are lost."""
+        """Record the offset of value ``number``; earlier values without an offset are lost."""
         with self._written:
             self._offsets.extend([-1] * (number - len(self._offsets)))
             self._offsets.append(offset)
             self._written.notify_all()
 
     def read(self, first: int, end: int) -> tuple[list[_Call], int]:
-        """The calls that log these values again, and the number behind the last one looked at.
+        """Return the calls that log these values again, and the number after the last one examined.
 
         Values that the journal does not have are left out.
 
@@ -99,18 +99,18 @@ class JournalIndex:
 
 @final
 class Delivery:
-    """One logger's calls, in order, on a thread of its own; no error and no delay of the logger reaches the caller.
+    """Makes one logger's calls in order on a separate thread; its errors and delays do not reach the caller.
 
-    A call that raises is repeated until the logger answers, and the calls behind it wait. A call that the logger
-    refuses (this library's errors; a mistake in a program, where the next call succeeds) is left out. More than 1,000
-    waiting calls are not kept: the values are read back from the journal.
+    A call that raises is retried until it succeeds, and later calls wait. A call that the logger refuses (an error of
+    this library; a programming error, if the next call succeeds) is dropped. At most 1,000 calls wait in memory; the
+    others are read back from the journal.
 
     Args:
-        logger: gets the calls.
+        logger: the logger to call.
         say: prints a line.
-        index: of the journal, or None without one.
+        index: the journal's index; None without a journal.
         journals: whether the logger is that journal.
-        name: of the logger, in what is printed.
+        name: the logger's name in messages.
     """
 
     def __init__(
@@ -124,17 +124,17 @@ class Delivery:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._put = self._done = self._lost = 0
-        self._busy: tuple[str, float] | None = None  # the call under way, and since when
-        self._failing: float | None = None  # since when
+        self._busy: tuple[str, float] | None = None  # the current call, and when it began
+        self._failing: float | None = None  # when the logger began to fail
         self._attempts = 0
-        self._closing: float | None = None  # when a logger that fails is given up; None while the run continues
+        self._closing: float | None = None  # when to give up on a failing logger; None while the run continues
         self._late = False
         self._warned = -_QUIET
         self._refused: set[type[BaseException]] = set()
 
     @property
     def pending(self) -> int:
-        """Logged values that the logger does not have yet."""
+        """The number of logged values that the logger has not taken yet."""
         with self._changed:
             return self._pending()
 
@@ -145,9 +145,9 @@ class Delivery:
         """Queue a call; returns the ticket for `wait`. Never waits for the logger.
 
         Args:
-            method: its name; nothing is called where the logger does not have it.
-            arguments: of the call.
-            number: of a logged value.
+            method: the method's name; skipped if the logger lacks it.
+            arguments: the arguments of the call.
+            number: the number of a logged value.
             first: whether `started` is called next.
         """
         with self._changed:
@@ -183,9 +183,9 @@ class Delivery:
         """Wait for a call, until ``deadline`` (monotonic seconds) or until the logger fails.
 
         Args:
-            ticket: of the call.
+            ticket: the ticket of the call.
             deadline: the end of the wait.
-            stalled: whether to wait also for a logger that an earlier wait has found too slow.
+            stalled: also wait for a logger that was too slow in an earlier wait.
 
         Returns:
             Whether the call is done.
@@ -198,7 +198,7 @@ class Delivery:
         return not self._late
 
     def started(self, deadline: float) -> bool:
-        """Wait for the call that was put as ``first``, like `wait`, also for a logger that was too slow before.
+        """Wait, as `wait` does, for the call queued as ``first``, even if the logger was too slow before.
 
         Raises:
             TrainerKitError: the logger refuses the call.
@@ -211,7 +211,7 @@ class Delivery:
         return done
 
     def catch_up(self, deadline: float) -> None:
-        """Wait for every call so far, until ``deadline`` or until the logger fails; a slow one is not noted as such."""
+        """Wait for every call so far, until ``deadline`` or until the logger fails; never marks the logger as slow."""
         with self._changed:
             self._wait_for(self._put, deadline)
 
@@ -221,7 +221,7 @@ class Delivery:
         return self._done >= ticket
 
     def close(self, status: str | None) -> None:
-        """Queue ``finalize``, and end the thread once it is done; a call that fails is repeated for 2 seconds more."""
+        """Queue ``finalize``, and end the thread when it is done; failing calls are retried for 2 more seconds."""
         if status is not None:
             self.put("finalize", status)
         with self._changed:
@@ -229,7 +229,7 @@ class Delivery:
             self._changed.notify_all()
 
     def wait_closed(self, deadline: float) -> bool:
-        """Wait until the thread has ended; returns whether every call is done. One line reports what is left."""
+        """Wait until the thread has ended; return whether every call is done. One line reports the calls left."""
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, max(0.0, deadline - time.monotonic()))
             left, busy, done = self._pending(), self._busy, not self._queue and self._thread is None
@@ -273,7 +273,7 @@ class Delivery:
         return None
 
     def _expand(self, gap: _Gap) -> BaseException | None:
-        """Put calls from the journal in the place of the first part of the gap at the head of the queue."""
+        """Replace the first part of the gap at the head of the queue by calls read from the journal."""
         problem: Exception | None = None
         calls: list[_Call] = []
         end = min(gap.first + 100, gap.end)
@@ -288,14 +288,14 @@ class Delivery:
             gap.first = end
             if gap.first == gap.end:
                 self._queue.popleft()
-                calls.append(_Call("", (), ticket=gap.ticket))  # its end, for those who wait
+                calls.append(_Call("", (), ticket=gap.ticket))  # marks the end of the gap for `wait`
             self._queue.extendleft(reversed(calls))
         if problem is not None:
             self._warn(f"values cannot be read back: {_text(problem)}")
         return None
 
     def _leave(self, position: int = 0) -> None:
-        """A call of the queue is done with; the logger answers."""
+        """Remove a finished call from the queue, and record that the logger responds."""
         with self._changed:
             call = self._queue[position]
             del self._queue[position]
@@ -307,7 +307,7 @@ class Delivery:
             self._say(f"{self.name} answers again")
 
     def _handle(self, item: _Call | _Gap, error: BaseException) -> bool:
-        """Leave the call out, or wait until it is to be repeated; returns whether the thread continues."""
+        """Drop the call, or wait before its retry; return whether the thread continues."""
         if isinstance(item, _Call) and isinstance(error, TrainerKitError):
             self._leave_out(item, error)
             return True
@@ -332,7 +332,7 @@ class Delivery:
         return False
 
     def _leave_out(self, call: _Call, error: BaseException) -> None:
-        """The logger does not want this call: the start of an entry point raises the error, else a line reports it."""
+        """Drop a refused call: the start of an entry point raises its error; any other is reported in one line."""
         with self._changed:
             self._failing = None
             if raised := call.ticket == self._first and isinstance(error, TrainerKitError):
@@ -343,7 +343,7 @@ class Delivery:
             self._warn(f"it refused {call.method}{at}: {_text(error)}; training continues")
 
     def _is_refusal(self, error: BaseException, failing: float) -> bool:
-        """Whether the logger answers, and does not want this call; then it may already have taken the next one."""
+        """Whether the logger responds but refuses this call; may find out by making the next call."""
         if type(error) in self._refused:
             return True
         mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
@@ -361,7 +361,7 @@ class Delivery:
         return True
 
     def _give_up(self) -> None:
-        """End the thread of a logger that fails at its close; its calls wait for the next entry point."""
+        """End the thread of a logger that fails while closing; its calls stay queued for the next entry point."""
         last = self._queue[-1]
         if finalizes := isinstance(last, _Call) and last.method == "finalize":
             self._call(last)  # it may still close its files
@@ -401,7 +401,7 @@ class Deliveries:
 
     Args:
         say: prints a line.
-        name: what a logger is called in such a line; by default its class.
+        name: returns a logger's name for messages; by default its class name.
     """
 
     def __init__(self, say: Callable[[str], None], name: Callable[[Any], str] | None = None) -> None:
@@ -412,15 +412,15 @@ class Deliveries:
         self._logged = self._waited = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process has the loggers, and threads of its own."""
+        """A copy in another process has the same loggers and threads of its own."""
         return {**self.__dict__, "_each": {}, "_index": None}
 
     def open(self, loggers: Iterable[Any], journal: JSONLLogger | None) -> None:
-        """Choose the loggers of the next calls.
+        """Set the loggers that receive the next calls.
 
         Args:
-            loggers: in the user's order; one of them may be ``journal``.
-            journal: gets every value first, and gives back what another logger has not taken.
+            loggers: the loggers in the user's order; one of them may be ``journal``.
+            journal: gets every value first; other loggers catch up from it.
         """
         self._loggers = [*([] if journal is None else [journal]), *(one for one in loggers if one is not journal)]
         if journal is None or self._index is None or self._index.journal is not journal:
@@ -439,7 +439,7 @@ class Deliveries:
         return [self._each[id(one)] for one in self._loggers]
 
     def log(self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]) -> None:
-        """Queue values of a step for every logger; the journal also gets what was trained on until then."""
+        """Queue the values of a step for every logger; the journal also gets the samples and tokens so far."""
         with _PUBLISHING:  # the same order in every queue
             self._logged = True
             number = -1
@@ -450,19 +450,19 @@ class Deliveries:
                 one.put("log_metrics", values, step, *more, number=max(number, 0))
 
     def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:
-        """Queue another call for every logger that has this method; returns what `wait` takes."""
+        """Queue another call for every logger that has this method; return the ticket of each."""
         return [(one, one.put(method, *arguments)) for one in self.each()]
 
     def start(self, method: str, *arguments: Any) -> list[Any]:
-        """Call every logger for the first time in an entry point, and wait for it, 10 seconds at most.
+        """Make an entry point's first call of every logger, and wait up to 10 seconds for all of them.
 
-        A refusal that comes later than that is a line like any other failure of a logger.
+        A later refusal is reported in a line, as any other failure of a logger is.
 
         Returns:
             The loggers that have not answered.
 
         Raises:
-            TrainerKitError: a logger's own, about the arguments.
+            TrainerKitError: a logger refuses the arguments.
         """
         deadline = time.monotonic() + _PATIENCE
         starting = self.each()
@@ -471,7 +471,7 @@ class Deliveries:
         return [one.logger for one in starting if not one.started(deadline)]
 
     def save(self) -> Callable[[], None]:
-        """Queue ``save`` for every logger; returns what waits until the journal, and each that answers, has saved."""
+        """Queue ``save`` for every logger; return a function that waits for the journal and all responding loggers."""
         waiting = self.call("save")
 
         def wait() -> None:
@@ -482,7 +482,7 @@ class Deliveries:
         return wait
 
     def wait_for_runs(self) -> None:
-        """Wait for the first values once, 1 second at most: some loggers choose their run when they get them."""
+        """Wait once, up to 1 second, for the first values to arrive: some loggers choose their run only then."""
         if self._logged and not self._waited:
             self._waited = True
             deadline = time.monotonic() + _SHORT
@@ -490,7 +490,7 @@ class Deliveries:
                 one.catch_up(deadline)
 
     def wait(self) -> None:
-        """Wait until every logger that answers has what was queued, 10 seconds at most."""
+        """Wait up to 10 seconds until every responding logger has taken the queued calls."""
         deadline = time.monotonic() + _PATIENCE
         for one in list(self._each.values()):
             one.wait(one.put("", ()), deadline)
@@ -500,7 +500,7 @@ class Deliveries:
 
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``; None to wait only.
-            at_once: wait 1 second instead of 10. A logger that answers later gets the rest of its calls then.
+            at_once: wait 1 second instead of 10; a slower logger gets the rest of its calls later.
         """
         deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
         closing = self.each()
@@ -522,6 +522,6 @@ def _counted(values: int) -> str:
 def _text(error: BaseException) -> str:
     try:
         lines = str(error).strip().splitlines()
-    except Exception:  # an exception whose text cannot be made
+    except Exception:  # the exception's own __str__ fails
         lines = []
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

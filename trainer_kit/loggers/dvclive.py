@@ -17,8 +17,8 @@ __all__ = ["DVCLiveLogger"]
 class DVCLiveLogger(RunLogger):
     """Log with DVCLive: plots, parameters and metrics as files, which Git and DVC version.
 
-    A new run replaces the files of the last one in ``dir``, as DVCLive has it; a run that is resumed, and ``validate``
-    and ``test`` after a ``fit``, append to them. Pictures and artifacts are files in ``dir``;
+    As usual with DVCLive, a new run replaces the files of the last one in ``dir``; a resumed run, and ``validate`` and
+    ``test`` after a ``fit``, append to them. Pictures and artifacts are files in ``dir``;
     ``logger.experiment.log_artifact`` tracks one of them with DVC.
 
     Args:
@@ -27,7 +27,7 @@ class DVCLiveLogger(RunLogger):
         log_model: copy checkpoints to ``dir/artifacts``: ``"all"`` when they are saved, True those that still exist at
             the end.
         experiment: a ``dvclive.Live`` to log to; the caller ends it.
-        save_dir: where ``dir`` is.
+        save_dir: the directory that contains ``dir``.
         **kwargs: for ``Live``: ``dir``, ``resume``, ``report``, ``save_dvc_exp``, ``dvcyaml``, ….
 
     Raises:

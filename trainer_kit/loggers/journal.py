@@ -20,17 +20,17 @@ _SPECIAL: Final = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": f
 
 @final
 class JSONLLogger(DirectoryLogger):
-    """Write ``journal.jsonl``: one object a line, with the metrics beside ``step`` and ``time``.
+    """Write ``journal.jsonl``: one JSON object per line, with ``step``, ``time`` and the metrics.
 
     Every call appends one complete line without buffering, so logged values survive a crash of the process.
     Hyperparameters are a line ``{"time": …, "hparams": {…}}``. NaN and infinities are the texts ``"NaN"``,
-    ``"Infinity"`` and ``"-Infinity"``. A Trainer adds the samples and tokens so far as ``counts``. A torn last line,
-    from a machine that went down, is cut off on reopening.
+    ``"Infinity"`` and ``"-Infinity"``. A Trainer adds the samples and tokens so far as ``counts``. If a machine crash
+    left an incomplete last line, reopening the file removes it.
 
     Args:
         save_dir: the directory of all experiments.
         name: the experiment; empty for ``save_dir`` itself.
-        version: an int, a word, empty for no such directory, or None for the next free number.
+        version: an int, a name, empty for no version directory, or None for the next free number.
         prefix: the start of metric names, followed by ``-``.
 
     Example:
@@ -56,7 +56,7 @@ class JSONLLogger(DirectoryLogger):
         self._path: str | None = None
         self._inode = self._end = 0
         self.line = 0
-        """Where in the file the last line begins, in bytes."""
+        """The byte offset of the last line."""
 
     @property
     def path(self) -> Path:
@@ -70,10 +70,10 @@ class JSONLLogger(DirectoryLogger):
         """Append the values.
 
         Args:
-            metrics: numbers, or tensors of one element. One that has the name of a field of every line (``step``,
-                ``time``, ``counts``, ``hparams``) is called ``metric/step`` there, and so on.
+            metrics: numbers, or tensors of one element. A metric with a reserved name (``step``, ``time``, ``counts``,
+            ``hparams``) is written as ``metric/step`` and so on.
             step: the step of the values; None for that of the previous call.
-            counts: what was trained on until then, by name.
+            counts: samples and tokens trained on so far, by name.
 
         Raises:
             LogError: a value is not one number.
@@ -87,11 +87,11 @@ class JSONLLogger(DirectoryLogger):
 
     @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Append the hyperparameters, unless all of them are written already, then ``metrics`` as those of step 0.
+        """Append the hyperparameters unless all of them are already written, then log ``metrics`` at step 0.
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values for the comparison of runs.
+            metrics: values for comparing runs.
         """
         new = plain(params_dict(params))
         if any(name not in self.hparams or self.hparams[name] != value for name, value in new.items()):
@@ -122,10 +122,10 @@ class JSONLLogger(DirectoryLogger):
         self.line, self._end = self._end, self._end + len(line)
 
     def read_values(self, line: int) -> tuple[dict[str, Any], int]:
-        """What one call of ``log_metrics`` has written.
+        """Read what one call of ``log_metrics`` wrote.
 
         Args:
-            line: where its line begins, in bytes.
+            line: the byte offset of its line.
 
         Returns:
             The metrics, and their step.
@@ -147,7 +147,7 @@ class JSONLLogger(DirectoryLogger):
         return {name.removeprefix("metric/").removeprefix(start): value for name, value in record.items()}, step
 
     def _open(self) -> int:
-        """The file, which stays open between lines; opened again if it was moved or another process wrote to it."""
+        """Return the open file; reopen it if it was moved or another process wrote to it."""
         path = self._path
         if self._file is not None and path is not None:
             try:
@@ -228,7 +228,7 @@ def journal_record(line: bytes) -> dict[str, Any]:
         >>> journal_record(b'{"step": 3, "loss": "NaN"}')
         {'step': 3, 'loss': nan}
     """
-    record = json.loads(line.decode())  # of bytes, json looks for the encoding first
+    record = json.loads(line.decode())  # given bytes, json would detect the encoding first
     if not isinstance(record, dict):
         raise ValueError("not an object")
     return {name: _SPECIAL.get(v, v) if isinstance(v, str) else v for name, v in record.items()}

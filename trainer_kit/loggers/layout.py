@@ -1,4 +1,4 @@
-"""Directories of loggers, the data that loggers take, and the logger that writes nothing."""
+"""Directories of loggers, conversion of logged values, and the logger that writes nothing."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def flatten(params: Mapping[str, Any], delimiter: str = "/") -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """``value`` as strict JSON: NaN and infinities become text, and so do values without a JSON form.
+    """Convert ``value`` to strict JSON: NaN, infinities and values without a JSON form become text.
 
     Example:
         >>> import torch
@@ -201,13 +201,13 @@ def one_at_a_time(method: _F) -> _F:
 class DirectoryLogger(ABC):
     """The directory of a logger that writes files.
 
-    The version is chosen at its first use and then fixed; the first write makes the directories.
+    The first use chooses the version; the first write creates the directories.
 
     Args:
         save_dir: a local directory; ``~`` and environment variables are expanded.
         name: the experiment, a directory in ``save_dir``; empty for ``save_dir`` itself.
-        version: an int N for ``version_N``, a word for a directory of that name, empty for none, None for the next N.
-        sub_dir: a directory below that of the version, to write into.
+        version: an int N for ``version_N``, a directory name, empty for none, None for the next free N.
+        sub_dir: a directory below the version's, to write to.
 
     Raises:
         ConfigurationError: ``save_dir`` is a URL.
@@ -243,7 +243,7 @@ class DirectoryLogger(ABC):
 
     @property
     def save_dir(self) -> str:
-        """The directory of all experiments, as given."""
+        """The directory of all experiments, as the caller gave it."""
         return self._save_dir
 
     @property
@@ -277,7 +277,7 @@ class DirectoryLogger(ABC):
         return {"name": self._name, "version": self.version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue the run of ``state``, unless a version was given. Files that were already written stay.
+        """Continue the run of ``state`` unless a version was given; files already written stay.
 
         Raises:
             ConfigurationError: the version is not the name of a directory in ``root_dir``.
@@ -302,7 +302,7 @@ class DirectoryLogger(ABC):
 
     @abstractmethod
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Take values that belong to ``step``."""
+        """Log the values of ``step``."""
 
     def _directory(self) -> Path:
         path = Path(self.log_dir)
@@ -310,7 +310,7 @@ class DirectoryLogger(ABC):
         return path
 
     def _keep_hparams(self, params: Any) -> dict[str, Any]:
-        """Add to ``hparams``, and write all of them to ``hparams.json``."""
+        """Add ``params`` to ``hparams``, and write all of them to ``hparams.json``."""
         new = params_dict(params)
         self.hparams.update(new)
         if new:
@@ -330,8 +330,8 @@ class DummyLogger:
     """Takes every call and writes nothing.
 
     Args:
-        like: the logger that this one replaces on a rank that does not write; its name, version and directories are
-            copied.
+        like: the logger that this one replaces on a rank that does not write; its name, version and directories
+        are copied.
 
     Example:
         >>> logger = DummyLogger()
@@ -358,7 +358,7 @@ class DummyLogger:
 
 
 class _Nothing:
-    """Every attribute, call and item is this object itself."""
+    """Returns itself for every attribute, call and item."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Pictures, figures, tables and histograms, in the plain forms that trackers and files take."""
+"""Convert pictures, figures, tables and histograms to forms that trackers and files take."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["as_table", "centers", "csv_text", "flat_values", "histogram", "path_
 
 
 def picture(image: Any) -> Image:
-    """An image as a PIL image.
+    """Convert an image to a PIL image.
 
     Args:
         image: a tensor of shape (channels, height, width) or (height, width); an array of shape
@@ -30,7 +30,7 @@ def picture(image: Any) -> Image:
             channels. Floats are in 0…1, integers and booleans in 0…255 and 0…1.
 
     Raises:
-        LogError: it is none of these.
+        LogError: ``image`` is none of these.
 
     Example:
         >>> picture(torch.zeros(3, 4, 8)).size
@@ -68,7 +68,7 @@ def picture(image: Any) -> Image:
 
 
 def rendered(figure: Any) -> Image:
-    """A matplotlib figure as a PIL image."""
+    """Render a matplotlib figure as a PIL image."""
     import PIL.Image as pil
 
     stream = io.BytesIO()
@@ -84,9 +84,9 @@ def as_table(
     """The columns and rows of a table.
 
     Args:
-        columns: names; None for those of the data frame, or numbers.
-        data: rows.
-        dataframe: a pandas data frame, instead.
+        columns: column names; None for those of the data frame, or for numbers.
+        data: the rows.
+        dataframe: a pandas data frame instead of ``data``.
 
     Example:
         >>> as_table(["id", "text"], [(1, "a")])
@@ -106,18 +106,18 @@ def as_table(
 
 
 def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """A table as the text of a CSV file."""
+    """Format a table as CSV."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([columns, *rows])
     return text.getvalue()
 
 
 def histogram(values: Any, bins: int) -> tuple[list[int], list[float]]:
-    """Counts and the ``bins + 1`` edges of the finite values.
+    """Count the finite values per bin; return the counts and the ``bins + 1`` edges.
 
     Args:
         values: a tensor, an array or numbers.
-        bins: how many intervals of equal width.
+        bins: number of intervals of equal width.
 
     Example:
         >>> histogram([0.0, 1.0, 1.0, float("nan")], bins=2)
@@ -142,7 +142,7 @@ def flat_values(values: Any) -> Any:
 
 
 def path_part(name: str) -> str:
-    """A name as a relative path that stays inside its directory.
+    """Turn a name into a relative path that stays inside its directory.
 
     Example:
         >>> path_part("val/samples 3"), path_part("../../etc"), path_part("/a")

@@ -18,7 +18,7 @@ from trainer_kit.loggers.run_logger import RunLogger
 __all__ = ["MLFlowLogger"]
 
 _STATUS: Final = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_PARAMS, _METRICS, _LENGTH = 100, 1000, 6000  # what one call to MLflow may hold, and one hyperparameter
+_PARAMS, _METRICS, _LENGTH = 100, 1000, 6000  # MLflow's limits: values per call, and length of a hyperparameter
 
 
 @final
@@ -29,17 +29,17 @@ class MLFlowLogger(RunLogger):
     ``test`` and a resumed ``fit`` open the same run again.
 
     Args:
-        experiment_name: made if it does not exist.
-        run_name: of a new run; None for one that MLflow makes up.
+        experiment_name: the experiment; created if it does not exist.
+        run_name: the name of a new run; None lets MLflow choose one.
         tracking_uri: None for the environment's ``MLFLOW_TRACKING_URI``, else ``sqlite:///<save_dir>/mlflow.db``:
             MLflow no longer writes to a bare directory.
-        tags: of a new run.
-        save_dir: where the database file is, with ``mlartifacts`` beside it, when no server is given.
+        tags: the tags of a new run.
+        save_dir: the directory of the database file and of ``mlartifacts``, when no server is given.
         log_model: upload checkpoints: ``"all"`` when they are saved, True those that still exist at the end.
         checkpoint_path_prefix: a directory among the run's artifacts, for checkpoints.
         prefix: the start of metric names, followed by ``-``.
         artifact_location: where a new experiment keeps files.
-        run_id: of a run to continue.
+        run_id: the id of a run to continue.
         synchronous: False: do not wait for the server.
 
     Raises:

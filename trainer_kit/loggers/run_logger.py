@@ -1,4 +1,4 @@
-"""`RunLogger`: what the loggers that write to a run of an experiment tracker have in common."""
+"""`RunLogger`: the base class of loggers that write to a run of an experiment tracker."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class RunLogger(ABC):
     """A logger that writes to one run of an experiment tracker.
 
     The run begins at the first write. ``fit``, ``validate``, ``test`` and ``predict`` share it, and so does a run that
-    is resumed from a checkpoint. What a tracker has no form for is written as a file: a picture as PNG, text as TXT, a
-    table as CSV, a histogram as JSON; and where it takes no files, they go to ``save_dir/name/<id of the run>``.
+    is resumed from a checkpoint. Values that a tracker does not support are written as files: pictures as PNG, text as
+    TXT, tables as CSV, histograms as JSON; if it takes no files, they go to ``save_dir/name/<id of the run>``.
 
-    A subclass says how its tracker begins and ends a run and how it takes numbers and hyperparameters; the methods for
-    pictures, text, tables, histograms and files have defaults.
+    A subclass implements beginning and ending a run and writing numbers and hyperparameters; the methods for pictures,
+    text, tables, histograms and files have defaults.
 
     Args:
         name: the project or the experiment.
         save_dir: the directory of local files.
-        id: of the run; a run with this id is continued. None for a new one.
+        id: the id of a run to continue, or of a new one; None lets the tracker choose.
         prefix: the start of metric names, followed by ``-``.
         log_model: upload checkpoints: ``"all"`` when they are saved, True those that still exist at the end of an entry
             point that succeeded.
@@ -49,14 +49,14 @@ class RunLogger(ABC):
     requires: ClassVar[str]
     """The tracker's package and its lowest version, as pip reads it."""
     module: ClassVar[str]
-    """What is imported."""
+    """The module to import."""
     extra: ClassVar[str]
-    """The extra of trainer-kit that installs it."""
+    """The extra of trainer-kit that installs the package."""
     stays_open: ClassVar[bool] = False
     """Whether the run stays open between entry points, and ends with the process."""
 
     writes_alone: Final = True
-    _idle: ClassVar[dict[type, RunLogger]] = {}  # loggers whose run is open between two entry points
+    _idle: ClassVar[dict[type, RunLogger]] = {}  # by class, the logger whose run is open between two entry points
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class RunLogger(ABC):
 
     @abstractmethod
     def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
-        """Write hyperparameters, nested, as strict JSON has them; those of earlier calls stay."""
+        """Write nested hyperparameters, as strict JSON; those of earlier calls stay."""
 
     def _flush(self, run: Any) -> None:
-        """Hand over everything that is buffered."""
+        """Send all buffered values to the tracker."""
 
     def _write_file(self, run: Any, path: Path, name: str) -> None:
         """Keep a copy of a file or directory under ``name``, a relative path."""
@@ -167,7 +167,7 @@ class RunLogger(ABC):
                 idle._close("success")
             self._run, self._id = self._begin(self._id)
             if self.stays_open:
-                # Comet's own exit handler leaves an empty archive for a run that began on another than the main thread.
+                # Comet's exit handler writes an empty archive if the run did not begin on the main thread.
                 atexit.register(self._leave)
         elif RunLogger._idle.get(type(self)) is self:
             del RunLogger._idle[type(self)]
@@ -181,7 +181,7 @@ class RunLogger(ABC):
         """Continue the run of ``state``, unless a run has begun here or was given.
 
         Raises:
-            ConfigurationError: the id is not one that a tracker can have; a record or a checkpoint was edited.
+            ConfigurationError: the id is invalid; a record or a checkpoint was edited.
         """
         if self._id is not None or self._run is not None or "id" not in state:
             return
@@ -192,7 +192,7 @@ class RunLogger(ABC):
         self._id = str(state["id"])
 
     def save(self) -> None:
-        """Hand over everything that is buffered."""
+        """Send all buffered values to the tracker."""
         if self._run is not None:
             self._flush(self._run)
 
@@ -209,7 +209,7 @@ class RunLogger(ABC):
             self._flush(self._run)
             if not self._owned:
                 return
-            # A process that multiprocessing started ends without the exit handlers that would end the run.
+            # multiprocessing ends its processes without running the exit handlers that would end the run.
             if self.stays_open and status == "success" and multiprocessing.parent_process() is None:
                 RunLogger._idle[type(self)] = self
             else:
@@ -225,7 +225,7 @@ class RunLogger(ABC):
             self._end(run, status)
 
     def _leave(self) -> None:
-        """The process ends."""
+        """End the run when the process exits."""
         self._close("success" if RunLogger._idle.get(type(self)) is self else "interrupted")
 
     def __getstate__(self) -> dict[str, Any]:
@@ -248,11 +248,11 @@ class RunLogger(ABC):
             self._write_metrics(self.experiment, values, self._at(step))
 
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Log hyperparameters, and ``metrics`` as those of step 0.
+        """Log hyperparameters, and ``metrics`` at step 0.
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values for the comparison of runs.
+            metrics: values for comparing runs.
         """
         given = plain(params_dict(params))
         new = {name: value for name, value in given.items() if self.hparams.get(name, self) != value}
@@ -274,7 +274,7 @@ class RunLogger(ABC):
 
         Raises:
             LogError: one of them is not a picture.
-            ConfigurationError: the number of captions is another one.
+            ConfigurationError: the number of captions differs from the number of pictures.
         """
         many = list(images) if isinstance(images, (list, tuple)) else [images]
         captions = [None] * len(many) if caption is None else list(caption)
@@ -306,7 +306,7 @@ class RunLogger(ABC):
             key: its name.
             values: a tensor or an array of any shape, or numbers.
             step: None for that of the previous call.
-            bins: how many intervals are kept.
+            bins: number of intervals.
         """
         self._write_histogram(self.experiment, key, flat_values(values), bins, self._at(step))
 
@@ -318,10 +318,10 @@ class RunLogger(ABC):
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log a table, of ``columns`` and the rows ``data`` or of a data frame.
+        """Log a table, from ``columns`` and the rows ``data`` or from a data frame.
 
         Raises:
-            LogError: a row has another number of values than there are columns.
+            LogError: a row's number of values differs from the number of columns.
         """
         names, rows = as_table(columns, data, dataframe)
         self._write_table(self.experiment, key, names, rows, self._at(step))
@@ -334,7 +334,7 @@ class RunLogger(ABC):
             name: a relative path; None for its own name.
 
         Raises:
-            FileNotFoundError: there is nothing at the path.
+            FileNotFoundError: the path does not exist.
         """
         found = Path(os.path.expanduser(path))
         if not found.exists():
@@ -342,13 +342,13 @@ class RunLogger(ABC):
         self._write_file(self.experiment, found, path_part(found.name if name is None else name))
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Upload a checkpoint, now or at the end, as ``log_model`` says.
+        """Upload a checkpoint now, at the end, or not at all, depending on ``log_model``.
 
         Args:
             path: the checkpoint, a directory or a file.
 
         Raises:
-            LogError: it was deleted before all of it was uploaded.
+            LogError: the checkpoint was deleted before the upload was complete.
         """
         self._uploads.saved(path, self._upload)
 

@@ -18,17 +18,17 @@ class SwanLabLogger(RunLogger):
     """Log to SwanLab, or to files for ``swanlab sync`` with ``mode="offline"``.
 
     A process has one run, which stays open between ``fit``, ``validate`` and ``test``; SwanLab ends it with the
-    process. Only ``mode="online"`` continues a run in another process: the others begin another run, whose
+    process. Only ``mode="online"`` continues a run in another process: other modes begin a new run, whose
     hyperparameter ``continues`` names the first.
 
     Args:
         project: None for ``trainer_kit_logs``.
         workspace: None for the user's own.
-        experiment_name: None for one that SwanLab makes up.
+        experiment_name: the name of the run; None lets SwanLab choose one.
         log_dir: where SwanLab keeps its files; None for ``save_dir/swanlog``.
         mode: ``"online"``, ``"local"``, ``"offline"`` or ``"disabled"``; None for SwanLab's setting.
         save_dir: where local files go.
-        id: of a run to continue.
+        id: the id of a run to continue.
         prefix: the start of metric names, followed by ``-``.
         log_model: upload checkpoints: ``"all"`` when they are saved, True those that still exist at the end.
         run: a SwanLab run to log to; the caller finishes it.

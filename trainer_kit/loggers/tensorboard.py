@@ -37,11 +37,11 @@ class TensorBoardLogger(DirectoryLogger):
     Args:
         save_dir: the directory of all experiments, for ``tensorboard --logdir``.
         name: the experiment; empty for ``save_dir`` itself.
-        version: an int, a word, empty for no such directory, or None for the next free number.
+        version: an int, a name, empty for no version directory, or None for the next free number.
         log_graph: whether ``log_graph`` writes the module's graph.
-        default_hp_metric: whether hyperparameters that come without metrics are shown, with ``hp_metric = -1``.
+        default_hp_metric: show hyperparameters logged without metrics, with ``hp_metric = -1``.
         prefix: the start of metric names, followed by ``-``.
-        sub_dir: a directory below that of the version, to write into.
+        sub_dir: a directory below the version's, to write to.
         **kwargs: for the ``SummaryWriter``: ``max_queue``, ``flush_secs``, ``purge_step``, ``filename_suffix``.
 
     Example:
@@ -75,7 +75,7 @@ class TensorBoardLogger(DirectoryLogger):
             from torch.utils.tensorboard import SummaryWriter
 
             directory = self._directory()
-            # TensorBoard reads files in the order of their names, which within a second is no order of time.
+            # TensorBoard reads files by name; within one second that is not the order in which they were created.
             while any(directory.glob(f"events.out.tfevents.{int(time.time()):010}.*")):
                 time.sleep(0.01)
             self._writer = SummaryWriter(str(directory), **self._kwargs)
@@ -107,7 +107,7 @@ class TensorBoardLogger(DirectoryLogger):
 
         Args:
             params: a mapping, a Namespace or a dataclass; nested names are joined by ``/``.
-            metrics: values for the comparison of runs, or one number, called ``hp_metric``; they are logged at step 0.
+            metrics: values for comparing runs, or one number, called ``hp_metric``; they are logged at step 0.
         """
         self._keep_hparams(params)
         if metrics is None and self._default_hp_metric:
@@ -133,13 +133,13 @@ class TensorBoardLogger(DirectoryLogger):
         self._shown = (shown, dict(values))
 
     def log_graph(self, model: torch.nn.Module, input_array: Any = None) -> None:
-        """Write the graph of ``model``, traced in evaluation mode; nothing unless ``log_graph=True`` was given.
+        """Write the graph of ``model``, traced in evaluation mode; does nothing unless ``log_graph=True`` was given.
 
-        Neither modes, buffers nor random state change.
+        The model's modes and buffers and the random state do not change.
 
         Args:
             model: the module.
-            input_array: what its ``forward`` takes, a tensor or a tuple; None for ``model.example_input_array``.
+            input_array: the arguments of its ``forward``, a tensor or a tuple; None for ``model.example_input_array``.
 
         Raises:
             LogError: there is no example input, or the module cannot be traced.
@@ -199,10 +199,10 @@ class TensorBoardLogger(DirectoryLogger):
 
     @contextmanager
     def _written(self) -> Iterator[None]:
-        """Flush at the end, so that an error belongs to the values that were not written.
+        """Flush on exit, so that a write error is raised for the values that it affects.
 
-        The writer's own thread prints a traceback and ends at an error, so a full disk is looked for before; the next
-        call after an error opens a new event file.
+        On an error the writer's thread prints a traceback and ends, so free disk space is checked first; the next call
+        after an error opens a new event file.
         """
         try:
             directory = self._directory()

@@ -15,14 +15,14 @@ __all__ = ["TrackioLogger"]
 
 @final
 class TrackioLogger(RunLogger):
-    """Log to Trackio: a local database, a Space or a server of one's own.
+    """Log to Trackio: a local database, a Space or your own server.
 
     Trackio keeps its local database in the environment's ``TRACKIO_DIR``, else in the cache of Hugging Face. A process
-    has one open run: beginning another finishes it.
+    has one open run: beginning a second one finishes the first.
 
     Args:
         project: None for ``trainer_kit_logs``.
-        name: the run; None for one that Trackio makes up. It is the run's id.
+        name: the run's name, which is also its id; None lets Trackio choose one.
         save_dir: where local files go.
         resume: continue the run ``name`` if it exists.
         prefix: the start of metric names, followed by ``-``.
@@ -68,7 +68,7 @@ class TrackioLogger(RunLogger):
         self._log(run, dict(values), step)
 
     def _write_params(self, run: Any, params: Mapping[str, Any]) -> None:
-        # Names with an underscore in front are Trackio's own.
+        # Trackio reserves names with a leading underscore.
         self._config.update({name.lstrip("_") or "_": value for name, value in params.items()})
         if self._wrote and self._owned:
             self._close("success")  # Trackio keeps the configuration with the first values after its `init`

@@ -17,7 +17,7 @@ _FIX: Final = "keep more of them (save_top_k=), or log_model=True, which uploads
 
 @final
 class CheckpointUploads:
-    """Uploads checkpoints as ``log_model`` says; a run may delete one before or during its upload.
+    """Uploads checkpoints according to ``log_model``; a run may delete a checkpoint before or during its upload.
 
     Args:
         log_model: ``"all"`` for each when it is saved, True for those that still exist at the end.
@@ -28,10 +28,10 @@ class CheckpointUploads:
         self._kept: dict[Location, None] = {}
 
     def saved(self, path: str | os.PathLike[str], upload: Callable[[Location], None]) -> None:
-        """Upload a checkpoint, or note it for the end.
+        """Upload a checkpoint, or record it for the end.
 
         Raises:
-            LogError: it was deleted before all of it was uploaded.
+            LogError: the checkpoint was deleted before the upload was complete.
         """
         if self._log_model == "all":
             if not _uploaded(locate(path), upload):
@@ -40,7 +40,7 @@ class CheckpointUploads:
             self._kept[locate(path)] = None
 
     def ended(self, status: str, upload: Callable[[Location], None]) -> None:
-        """After ``"success"``, upload the noted checkpoints that still exist."""
+        """After ``"success"``, upload the recorded checkpoints that still exist."""
         if status == "success":
             for path in self._kept:
                 if path.exists():
@@ -49,7 +49,7 @@ class CheckpointUploads:
 
 
 def _uploaded(path: Location, upload: Callable[[Location], None]) -> bool:
-    """Upload a checkpoint; returns False if it was deleted or replaced meanwhile: then the copy may lack files."""
+    """Upload a checkpoint; return False if it was deleted or replaced meanwhile, so that the copy may lack files."""
     if isinstance(path, RemotePath):
         upload(path)
         return True

@@ -34,14 +34,14 @@ class WandbLogger:
         name: the run's display name.
         save_dir: where wandb keeps its files.
         version: the run's id; the same as ``id``. A run with that id is resumed.
-        offline: write files for ``wandb sync`` instead of sending.
-        id: the run's id; a new one where none is given.
+        offline: write files for ``wandb sync`` instead of sending data.
+        id: the run's id; by default a new one.
         project: None for the environment's ``WANDB_PROJECT``, else ``trainer_kit_logs``.
         log_model: upload checkpoints as artifacts: ``"all"`` when they are saved, True those that still exist at the
             end of a run that succeeded.
         experiment: a run to log to; the caller ends it.
         prefix: the start of metric names, followed by ``-``.
-        checkpoint_name: the artifact's name; ``model-<id>`` where none is given.
+        checkpoint_name: the artifact's name; by default ``model-<id>``.
         **kwargs: for ``wandb.init``: ``entity``, ``group``, ``tags``, ``dir``, ….
 
     Raises:
@@ -168,11 +168,11 @@ class WandbLogger:
             self._logging().log(values if step is None else {**values, _STEP: step})
 
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
-        """Put the hyperparameters into the run's config, and ``metrics`` into its summary.
+        """Add the hyperparameters to the run's config, and ``metrics`` to its summary.
 
         Args:
             params: a mapping, a Namespace or a dataclass.
-            metrics: values for the comparison of runs.
+            metrics: values for comparing runs.
         """
         new = plain(params_dict(params))
         self.hparams.update(new)
@@ -182,13 +182,13 @@ class WandbLogger:
             self._logging().summary.update(dict(metrics))
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Upload a checkpoint, now or at the end, as ``log_model`` says.
+        """Upload a checkpoint now, at the end, or not at all, depending on ``log_model``.
 
         Args:
             path: the checkpoint, a directory or a file.
 
         Raises:
-            LogError: it was deleted before all of it was uploaded.
+            LogError: the checkpoint was deleted before the upload was complete.
         """
         self._uploads.saved(path, self._upload)
 
@@ -214,7 +214,7 @@ class WandbLogger:
         dataframe: Any = None,
         step: int | None = None,
     ) -> None:
-        """Log a table, of ``columns`` and ``data`` or of a data frame."""
+        """Log a table, from ``columns`` and ``data`` or from a data frame."""
         import wandb
 
         self.log_metrics({key: wandb.Table(columns=columns, data=data, dataframe=dataframe)}, step)
@@ -231,15 +231,15 @@ class WandbLogger:
         self.log_table(key, columns, data, dataframe, step)
 
     def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value an image, e.g. ``caption``."""
+        """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value per image, e.g. ``caption``."""
         self._log_media("Image", key, images, step, kwargs)
 
     def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log sounds: arrays or paths; ``kwargs`` hold one value a sound, e.g. ``sample_rate``."""
+        """Log sounds: arrays or paths; ``kwargs`` hold one value per sound, e.g. ``sample_rate``."""
         self._log_media("Audio", key, audios, step, kwargs)
 
     def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
-        """Log videos: arrays or paths; ``kwargs`` hold one value a video, e.g. ``fps``."""
+        """Log videos: arrays or paths; ``kwargs`` hold one value per video, e.g. ``fps``."""
         self._log_media("Video", key, videos, step, kwargs)
 
     def use_artifact(self, artifact: str, artifact_type: str | None = None) -> Any:
@@ -250,7 +250,7 @@ class WandbLogger:
         """Does nothing: wandb writes in a separate process."""
 
     def finalize(self, status: str) -> None:
-        """Upload the checkpoints that ``log_model=True`` keeps, and end a run that failed and began here.
+        """Upload the checkpoints that ``log_model=True`` keeps; end the run if it began here and failed.
 
         After ``"success"`` the run stays open for the next entry point, and wandb ends it with the process.
 
@@ -259,7 +259,7 @@ class WandbLogger:
         """
         self._uploads.ended(status, self._upload)
         if self._run is not None and self._owned:
-            # A process that multiprocessing started ends without the exit handlers that would end the run.
+            # multiprocessing ends its processes without running the exit handlers that would end the run.
             if status == "success" and multiprocessing.parent_process() is None:
                 WandbLogger._idle = self
             else:
