@@ -1,6 +1,6 @@
-"""Chooses strategy, precision, loggers and callbacks from the user's words and objects, for Trainer and Accelerator.
+"""Creates strategy, precision, loggers and callbacks from the user's words and objects, for Trainer and Accelerator.
 
-No other module compares such words, or looks at a user's object to find out what it is.
+No other module interprets these words, or inspects the type of such an object.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "cp": {"dp_shard": 1, "cp": -1},
     "context_parallel": {"dp_shard": 1, "cp": -1},
 }
-"""The options of a strategy that a word implies."""
+"""For each word, the options of its strategy."""
 _CLASSES = {"ddp": _DDP, "deepspeed": _DEEPSPEED, "fsdp": _FSDP, "hsdp": _FSDP}
 _FORKED = ("ddp_notebook", "ddp_fork", "ddp_spawn")
 for _word in ("ddp", *_FORKED, "deepspeed", "fsdp", "fsdp_full_shard", *_OPTIONS):
@@ -88,13 +88,13 @@ for _word, _name in {
 def with_launchers(
     accelerator: str, precision: Any, accumulation: Any, given: Sequence[Any]
 ) -> tuple[str, Any, Any, dict[str, Chosen]]:
-    """Fill in three arguments of the Trainer from the launcher or the environment; also returns their origins.
+    """Fill in three arguments of the Trainer from the launcher or the environment; return them and their origins.
 
     Args:
-        accelerator: ``"auto"`` where it was not given.
-        precision: None where it was not given.
-        accumulation: None where it was not given.
-        given: the user's callbacks; a callback for accumulation counts as an argument.
+        accelerator: the user's argument, or ``"auto"``.
+        precision: the user's argument, or None.
+        accumulation: the user's argument, or None.
+        given: the user's callbacks; one that sets the accumulation counts as an argument.
     """
     own = next((callback for callback in given if isinstance(callback, SetsAccumulation)), None)
     on_cpu = choose("use_cpu", None, False)
@@ -118,14 +118,14 @@ def with_launchers(
 def choose_strategy(
     strategy: Any, accelerator: str, devices: Any, num_nodes: int, environment: Environment
 ) -> tuple[Strategy, int, str | None]:
-    """The strategy, the number of processes on this node, and how to start them.
+    """Choose the strategy, the number of processes on this node, and how to start them.
 
     Args:
-        strategy: a registered word, a strategy object, or ``"auto"``: data parallel where there are several processes.
-        accelerator: ``"auto"``, ``"cpu"``, or what torch calls the device.
-        devices: how many on each node, or which.
-        num_nodes: how many machines.
-        environment: of this process.
+        strategy: a registered word, a strategy object, or ``"auto"``: data parallel if there are several processes.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, or a device type of torch.
+        devices: the number of devices on each node, or their indices.
+        num_nodes: the number of machines.
+        environment: the environment of this process.
 
     Returns:
         The strategy; processes on this node; and None (run here), ``"agent"`` or ``"fork"``.
@@ -150,7 +150,7 @@ def choose_strategy(
             fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
         )
     if isinstance(strategy, Strategy):
-        strategy.places(world)  # refuses sizes that do not fit before any process is started
+        strategy.places(world)  # raises for sizes that do not fit, before any process is started
     word = strategy if isinstance(strategy, str) else ""
     if (word == "single_device" or isinstance(strategy, SingleDeviceStrategy)) and world > 1:
         raise StrategyError(
@@ -172,19 +172,19 @@ def choose_strategy(
         )
     check_overrides(type(made), Strategy)
     if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
-        made = _make_strategy("single_device", device)  # a single process has nothing to exchange
+        made = _make_strategy("single_device", device)  # a single process needs no communication
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start
 
 
 def sharded_alternative(word: Any, made: Strategy) -> Strategy | None:
-    """The strategy that replaces the one made for ``"auto"`` where the model does not fit; None: no other does."""
+    """The strategy to use instead of ``made`` for ``"auto"`` if the model does not fit; None: keep ``made``."""
     return _make_strategy("fsdp", made.device) if word == "auto" and made.engine == "ddp" else None
 
 
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
-    """A strategy that finds its devices itself, in one process: torch does not show them as an accelerator."""
+    """The strategy, if it is one that finds its own devices, which torch does not list as an accelerator; else None."""
     made: Strategy | None = None
     if strategy == "auto" and accelerator == "auto" and launched_on_xla():
         accelerator = "tpu"
@@ -196,7 +196,7 @@ def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
         made = strategy
     drives = torch.accelerator.current_accelerator()
     if accelerator == "tpu" and strategy == "auto" and drives is not None and drives.type == "tpu":
-        return None  # torch shows this one itself
+        return None  # torch lists this accelerator itself
     if made is not None and importlib.util.find_spec("torch_xla") is None:
         raise StrategyError(
             "torch_xla is not installed",
@@ -214,7 +214,7 @@ def launched_on_xla() -> bool:
 
 
 def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
-    """The strategy of the engine that the launcher names, with the options that it gives."""
+    """The strategy of the engine that the launcher selects, with the launcher's options."""
     from trainer_kit.strategies import launcher_options
 
     made: Strategy | None = None
@@ -242,7 +242,7 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
 
 
 def _launcher_options(names: Iterable[str]) -> dict[str, str]:
-    """The values that the launcher gives to these options."""
+    """The launcher's values of these options."""
     return {name: str(found.value) for name in names if (found := variable(name)) is not None}
 
 
@@ -252,15 +252,15 @@ def _make_strategy(word: str, device: Any) -> Strategy:
 
 
 def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precision:
-    """The precision for a word of Lightning or Accelerate, a registered name, or an object.
+    """Create the precision for a word of Lightning or Accelerate, a registered name, or an object.
 
     Args:
         precision: one of those, or None for float32.
-        plugins: one object, or several, in place of it.
-        strategy: on which it runs.
+        plugins: a precision object, or several, in place of ``precision``.
+        strategy: the strategy that it must work with.
 
     Raises:
-        PrecisionError: for an unknown word, or where it cannot run.
+        PrecisionError: the word is unknown, or the precision does not work with the strategy.
     """
     for plugin in as_list(plugins):
         if not isinstance(plugin, Precision):
@@ -295,11 +295,11 @@ def _make_precision(precision: Any, device_type: str) -> Precision:
 
 
 def choose_loggers(logger: Any, root: str) -> list[Any]:
-    """The loggers for True, False, None, words and objects.
+    """Create the loggers for True, False, None, words and objects.
 
     Args:
         logger: None or True for TensorBoard, False for none, or one or several words or objects.
-        root: the directory of loggers that this function makes.
+        root: the directory of the loggers that this function creates.
     """
     if logger is False:
         return []
@@ -331,7 +331,7 @@ def _logger(word: str, root: str) -> Any:
     from trainer_kit.loggers.wandb import WandbLogger
 
     kind = LOGGERS.get(word)
-    # The first argument of these is the name of a run or of an experiment, as in Lightning.
+    # The first argument of these classes is a name, not a directory, as in Lightning.
     named = isinstance(kind, type) and issubclass(kind, (RunLogger, WandbLogger))
     return kind(save_dir=root) if named else kind(root)
 
@@ -339,7 +339,7 @@ def _logger(word: str, root: str) -> Any:
 def added_callbacks(
     given: Sequence[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool, profiler: Any
 ) -> list[Any]:
-    """The callbacks that the Trainer adds for its arguments, unless the user has passed one of the same kind.
+    """Create the callbacks for the Trainer's arguments, unless the user has passed one of the same kind.
 
     Args:
         given: the user's callbacks.
@@ -360,7 +360,7 @@ def added_callbacks(
             raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
         added.append(callbacks.GradientAccumulation(accumulation))
     if time is not None:
-        # Both limits hold; their states need two names.
+        # Both timers apply, so their states need different keys.
         added.append(callbacks.Timer(time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer"))
     if bar and not has(callbacks.ProgressBar):
         added.append(callbacks.TQDMProgressBar())

@@ -48,12 +48,12 @@ __getattr__ = other_names(__name__)
 class Trainer(Session):
     """Trains, validates, tests and predicts with a `TrainModule`.
 
-    Lightning's arguments keep their names and meanings. Intervals take an int of their natural unit or a duration:
+    Lightning's arguments keep their names and meanings. Intervals take an int in their usual unit or a duration:
     ``"3ep"`` epochs, ``"5000ba"`` batches, ``"500st"`` optimizer steps, ``"1e6sp"`` samples, ``"1e9tok"`` tokens,
     ``"2h"`` time.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, or what torch calls the device.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, or a device type of torch.
         strategy: ``"auto"``, ``"ddp"``, ``"ddp_notebook"``, ``"ddp_find_unused_parameters_true"``,
             ``"single_device"``, a registered name, or an object.
         devices: how many on each node (on the CPU: processes), ``"auto"``, or a list of indices.
@@ -61,64 +61,64 @@ class Trainer(Session):
         precision: ``"32-true"``, ``"16-mixed"``, ``"bf16-mixed"``, ``"bf16-true"``, ``"16-true"``, ``"64-true"``,
             Accelerate's ``"no"``, ``"fp16"``, ``"bf16"``, or an object.
         logger: None or True for TensorBoard, False for none, a word, an object with ``log_metrics``, or several.
-        callbacks: one, or any iterable of them.
-        fast_dev_run: run so many batches (True: 1) of everything and write nothing.
-        max_epochs: default 1000 where no other limit is given; -1 for no limit.
-        min_epochs: a stop request before waits until they are completed.
+        callbacks: one callback, or any iterable of them.
+        fast_dev_run: run this many batches (True: 1) of every stage and write nothing.
+        max_epochs: by default 1000 if there is no other limit; -1 for no limit.
+        min_epochs: an earlier stop request waits until these epochs are completed.
         max_steps: optimizer steps; -1 for no limit.
-        min_steps: the same in optimizer steps.
+        min_steps: an earlier stop request waits until these optimizer steps are completed.
         max_time: ``"00:12:00:00"`` (days, hours, minutes, seconds), ``"2h"``, a timedelta or a dict of its arguments.
         limit_train_batches: int = batches, float = fraction of the epoch.
         limit_val_batches: the same.
         limit_test_batches: the same.
         limit_predict_batches: the same.
-        overfit_batches: train and validate on so many (or that fraction) of the batches, unshuffled.
+        overfit_batches: train and validate on this number or fraction of batches, unshuffled.
         val_check_interval: float = fraction of the epoch, int = batches, or a duration; time as in `max_time`.
-        check_val_every_n_epoch: None counts ``val_check_interval`` over epoch borders.
-        num_sanity_val_steps: validation batches tried before training; -1 for all.
+        check_val_every_n_epoch: None counts ``val_check_interval`` across epochs.
+        num_sanity_val_steps: validation batches to run before training; -1 for all.
         log_every_n_steps: optimizer steps between flushes of logged values (default 50); 0 for none.
-        enable_checkpointing: whether a `ModelCheckpoint` is added where none is given.
+        enable_checkpointing: whether to add a `ModelCheckpoint` if no callback is one.
         enable_progress_bar: whether to show one.
         enable_model_summary: whether to print one.
-        accumulate_grad_batches: micro-batches an optimizer step, or what `GradientAccumulation` takes; None: what the
-            launcher says, else 1.
+        accumulate_grad_batches: micro-batches per optimizer step, or an argument of `GradientAccumulation`; None: the
+            launcher's value, else 1.
         gradient_clip_val: the largest gradient norm or value.
         gradient_clip_algorithm: ``"norm"`` or ``"value"``.
         deterministic: True, or ``"warn"``.
         benchmark: cuDNN's autotuner.
         inference_mode: evaluate under ``torch.inference_mode`` (inside ``fit``: always ``no_grad``).
-        use_distributed_sampler: split the data over the ranks; False if the loaders do.
+        use_distributed_sampler: shard the data over the ranks; False if the loaders do so themselves.
         profiler: ``"simple"`` (a table of hooks), ``"advanced"`` (cProfile), ``"pytorch"`` (a trace), or a profiler of
             ``tk.callbacks``.
-        detect_anomaly: torch's; slow.
+        detect_anomaly: torch's anomaly detection in autograd; slow.
         barebones: no logger, callback, bar, summary or sanity check.
-        enable_autolog_hparams: whether loggers get what ``save_hyperparameters`` keeps.
+        enable_autolog_hparams: whether to log what ``save_hyperparameters`` keeps.
         plugins: a precision object.
-        sync_batchnorm: convert batch norms; on accelerators only.
-        reload_dataloaders_every_n_epochs: call ``train_dataloader()`` and ``val_dataloader()`` again before every so
-            many epochs; 0: once a fit.
-        default_root_dir: where runs are written (default: the working directory). A URL that fsspec knows takes the
-            checkpoints; loggers stay on this machine.
+        sync_batchnorm: convert batch norms to ``SyncBatchNorm``; on accelerators only.
+        reload_dataloaders_every_n_epochs: call ``train_dataloader()`` and ``val_dataloader()`` again after this many
+            epochs; 0: once per fit.
+        default_root_dir: the directory of runs (default: the working directory). With a URL that fsspec supports,
+            checkpoints go there; loggers need a local directory.
         max_duration: a limit in any unit.
-        compile: True, or arguments of ``torch.compile``, for ``training_step``; with ``"regional": True`` among them
-            each block of the model by itself, which compiles once for all blocks of a class.
-        seed: of the order of the data; by default what `seed_everything` or ``torch.manual_seed`` was last given when
-            a fit begins, and the checkpoint's in a fit that resumes.
+        compile: compile ``training_step``: True, or a dict of arguments of ``torch.compile``. With ``"regional": True``
+            in it, compile each block of the model instead, once for all blocks of a class.
+        seed: the seed of the data order; by default that of the last `seed_everything` or ``torch.manual_seed`` before
+            a fit begins, and the checkpoint's in a resumed fit.
         resume: ``"auto"`` continues the newest unfinished run of this script and root; by default a new run starts.
-        global_batch_size: samples an optimizer step over all ranks and micro-batches, in place of the loader's own.
-        loss_weighting: False for the mean of means over micro-batches and ranks, as other libraries compute it.
-        async_save: write checkpoints in the background; the training thread waits only for a copy of the state in host
-            memory. False saves that memory, and training waits for the disk.
-        reproducible_workers: without loader workers too, what a dataset draws for a sample depends on seed, epoch and
-            sample alone: augmentations are the same with any number of workers, none included.
+        global_batch_size: samples per optimizer step over all ranks and micro-batches; replaces the loaders' own.
+        loss_weighting: False averages the means of micro-batches and ranks without weights, as other libraries do.
+        async_save: write checkpoints in the background; training waits only for a copy of the state in host memory.
+            False needs no memory for the copy, but training waits for the storage.
+        reproducible_workers: seed the random numbers that a dataset draws for a sample by seed, epoch and sample, so
+            that augmentations are the same with any number of workers, including none.
         hang_timeout: seconds (or a duration such as ``"5min"``) without progress after which a fit ends with exit code
-            75 and says which rank hangs; None: ten times the slowest ordinary step, at least 60 s, and half an hour in
-            hooks, validation and checkpoints; False: never. By default what ``TRAINER_KIT_HANG_TIMEOUT`` says.
-        activation_checkpointing: True: repeated blocks compute their activations again in backward, for less memory,
-            on any strategy; or which modules do: class names, classes, a number of parameters, or a callable.
+            75 and reports which rank hangs; None: ``TRAINER_KIT_HANG_TIMEOUT``, else ten times the slowest ordinary
+            step, at least 60 s, and half an hour in hooks, validation and checkpoints; False: never.
+        activation_checkpointing: True: repeated blocks recompute their activations in backward, to save memory, on any
+            strategy; or the modules that do: class names, classes, a number of parameters, or a callable.
 
     Raises:
-        ConfigurationError: before anything runs, for everything that cannot work.
+        ConfigurationError: an argument, or a combination of arguments, cannot work.
 
     Example:
         >>> import torch
@@ -272,17 +272,17 @@ class Trainer(Session):
         weights_only: bool | None = None,
         load_weights_only: bool = False,
     ) -> None:
-        """Train, from step 0 or from a checkpoint; an earlier fit of this Trainer is not continued.
+        """Train from step 0 or from a checkpoint; this does not continue an earlier fit of this Trainer.
 
         Args:
             model: the module.
-            train_dataloaders: a loader, any pytree of loaders (the shorter ones start again until the longest ends), or
-                a DataModule; by default the datamodule's or the module's own.
-            val_dataloaders: a loader, or several in a list or dict, one after the other.
-            datamodule: brings the loaders.
+            train_dataloaders: a loader, any pytree of loaders (shorter ones restart until the longest ends), or
+                a DataModule; by default the loaders of the datamodule or the module.
+            val_dataloaders: a loader, or several in a list or dict, read in sequence.
+            datamodule: has the loaders.
             ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
-            weights_only: not True; accepted for Lightning's sake, where it is about unpickling. Nothing is unpickled.
-            load_weights_only: take only the weights from it: counts, optimizers and data start again.
+            weights_only: accepted for compatibility with Lightning, but True is an error: nothing is unpickled here.
+            load_weights_only: load only the weights of the checkpoint: counts, optimizers and data start from 0.
         """
         if weights_only:
             raise ConfigurationError(
@@ -321,7 +321,7 @@ class Trainer(Session):
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             verbose: print the values.
             datamodule: brings the loaders.
-            weights_only: accepted for Lightning's sake, where it is about unpickling. Nothing is unpickled.
+            weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
         """
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
@@ -346,13 +346,13 @@ class Trainer(Session):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
     ) -> Any:
-        """Predict; returns what ``predict_step`` returned, in dataset order, a list for each loader if several.
+        """Predict; returns the results of ``predict_step`` in dataset order, with a list for each of several loaders.
 
         Args:
             model: the module; by default the one that was fitted, with the weights of its best checkpoint.
             dataloaders: a loader, a list of loaders, or a DataModule.
             datamodule: brings the loaders.
-            return_predictions: False keeps nothing, for callbacks that write.
+            return_predictions: False discards them, for callbacks that write predictions.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: as in `validate`.
         """
@@ -387,24 +387,24 @@ class Trainer(Session):
         return results
 
     def explain(self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None) -> Text:
-        """The composed run: parts, batches, steps, and the loop with every hook and its listeners, in order.
+        """Describe the composed run: parts, batches, steps, and the loop with every hook and its listeners, in order.
 
-        The text is returned: ``print(trainer.explain())``. An interactive session shows it without ``print``.
+        This returns the text: ``print(trainer.explain())``. An interactive session shows it without ``print``.
 
         Args:
-            model: the module; adds what listens, which steps it has, and what a rank holds and sends
-                (``configure_optimizers`` is asked for that).
+            model: the module; adds its listeners and steps, and memory and communication of a rank
+                (this calls ``configure_optimizers``).
             train_dataloaders: adds batches and steps of an epoch.
-            datamodule: brings the loaders.
+            datamodule: has the loaders.
         """
         return explain(self, model, train_dataloaders, datamodule)
 
     def on(self, event: str, every: DurationLike | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a function for a hook: called as a callback's hook would be.
+        """Register a function as a callback's hook.
 
         Args:
-            event: a hook's name, with or without ``on_``.
-            every: only once in so many, e.g. ``"100ba"``.
+            event: the name of the hook, with or without ``on_``.
+            every: call it only at this interval, e.g. ``"100ba"``.
 
         Example:
             >>> trainer = Trainer(max_epochs=1, barebones=True)

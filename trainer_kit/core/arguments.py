@@ -23,11 +23,11 @@ _Returned = TypeVar("_Returned")
 def check_fields(record: Any) -> None:
     """Compare each field of a dataclass instance with its annotation.
 
-    Whole numbers of any library are taken for int, real numbers for float, 0 and 1 for bool, and any collection but a
-    string for a list. Elements are compared too.
+    int accepts the whole numbers of any library, float real numbers, bool also 0 and 1, and list any collection but a
+    string. Elements are compared too.
 
     Raises:
-        ConfigurationError: the class, the field, the value and what the field takes.
+        ConfigurationError: a field has the wrong type; the message names class, field, value and expected type.
 
     Example:
         >>> from dataclasses import dataclass
@@ -55,11 +55,11 @@ def check_fields(record: Any) -> None:
 
 
 def check_timeout(timeout: Any, owner: str) -> None:
-    """Refuse what is not a positive timedelta.
+    """Raise `ConfigurationError` unless ``timeout`` is a positive timedelta.
 
     Args:
-        timeout: as the user gave it.
-        owner: who takes it, for the message.
+        timeout: the user's argument.
+        owner: the name of the class or function that takes it, for the message.
     """
     if isinstance(timeout, timedelta):
         if timeout > timedelta(0):
@@ -73,7 +73,7 @@ def check_timeout(timeout: Any, owner: str) -> None:
 
 
 def positive(record: Any, *names: str) -> None:
-    """Refuse fields that are not above zero; None passes."""
+    """Raise `ConfigurationError` for a field that is not above zero; None is accepted."""
     for name in names:
         value = getattr(record, name)
         if value is not None and not value > 0:
@@ -84,7 +84,7 @@ def positive(record: Any, *names: str) -> None:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls)
-    except NameError:  # the type of a library that is imported when it is used
+    except NameError:  # an annotation names a type of a library that is imported lazily
         return dict.fromkeys((one.name for one in fields(cls)), Any)
 
 
@@ -108,7 +108,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
-    if kind.__name__ == "Callable":  # a special form, for mypy no class
+    if kind.__name__ == "Callable":  # a special form; mypy does not know it as a class
         return callable(value)
     if kind is os.PathLike:
         return isinstance(value, kind)
@@ -123,11 +123,11 @@ def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
 
 
 def as_list(given: Any, *single: type) -> list[Any]:
-    """The elements of an argument that takes one thing or any iterable of them; none for None and False.
+    """Convert an argument that takes one object or any iterable of them to a list; empty for None and False.
 
     Args:
         given: the argument.
-        single: classes whose objects are one thing, although they may be iterable. Strings and mappings are one thing.
+        single: classes whose objects count as one object even if they are iterable, as strings and mappings always do.
 
     Example:
         >>> as_list(None), as_list(3), as_list("ab"), as_list({"a": 1, "b": 2}.values())
@@ -143,10 +143,10 @@ def as_list(given: Any, *single: type) -> list[Any]:
 def known_arguments(
     former: Mapping[str, str],
 ) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
-    """Decorate a constructor: an argument that it does not take is refused with what to write instead.
+    """Decorate a constructor: an unknown argument raises an error that names its replacement.
 
     Args:
-        former: the replacement for names that earlier or other versions take; ``{value}`` in it is what was given.
+        former: replacements for argument names of other versions; ``{value}`` in them becomes the given value.
 
     Example:
         >>> class Runner:

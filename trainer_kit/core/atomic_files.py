@@ -1,7 +1,7 @@
 """Temporary siblings of files and checkpoints: their names, and the process that writes each.
 
-``.<name>.<pid>-<host><start><random>.tmp`` holds what is being written or deleted; ``.old`` what is being replaced.
-Host and start of the process are six hex digits each, so the name alone shows whether its writer is alive.
+``.<name>.<pid>-<host><start><random>.tmp`` is being written or deleted; ``.old`` is being replaced. Host and start time
+of the writing process are hashed to six hex digits each, so the name alone shows whether that process is alive.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class Hidden:
     Attributes:
         target: the name of the file or directory beside it.
         suffix: tmp or old.
-        here: its writer runs, or ran, on this host. Other hosts' processes cannot be seen.
-        stale: its writer ran on this host and is dead.
+        here: whether its writer runs, or ran, on this host. Processes of other hosts cannot be checked.
+        stale: whether its writer ran on this host and has ended.
     """
 
     target: str
@@ -53,7 +53,7 @@ class Hidden:
 
     @classmethod
     def parse(cls, name: str) -> Hidden | None:
-        """Read a name; None for one that this library did not give."""
+        """Parse a file name; None if this library did not create it."""
         match = _PATTERN.fullmatch(name)
         if match is None:
             return None
@@ -65,12 +65,12 @@ class Hidden:
 @final
 @dataclass(frozen=True)
 class Process:
-    """A process, identified by more than its number, which the system reuses.
+    """A process, identified by host, pid and start time, because the system reuses pids.
 
     Attributes:
         host: the name of its machine.
-        pid: its number there.
-        start: when it began, as the system counts (Linux: clock ticks since boot); empty where that is unknown.
+        pid: its process id.
+        start: its start time as the system reports it (Linux: clock ticks since boot); empty if unknown.
     """
 
     host: str
@@ -79,12 +79,12 @@ class Process:
 
     @classmethod
     def this(cls) -> Process:
-        """The process that asks."""
+        """The current process."""
         return cls(socket.gethostname(), os.getpid(), _start(os.getpid()) or "")
 
     @property
     def dead(self) -> bool:
-        """It ran on this host and is gone. Other hosts' processes cannot be seen: theirs is never dead."""
+        """Whether it ran on this host and has ended; False for other hosts, whose processes cannot be checked."""
         return self.host == socket.gethostname() and not _lives(self.pid, _short(self.start))
 
 
@@ -93,11 +93,11 @@ def replace_file(path: Path | RemotePath, data: bytes, mode: int = 0o666) -> Non
 
     Args:
         path: the file.
-        data: all of its new content.
-        mode: permissions on this machine, before the umask.
+        data: its new content.
+        mode: permissions of a local file, before the umask.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if isinstance(path, RemotePath):
         path.write_bytes(data)
@@ -126,7 +126,7 @@ def discard_torn(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Windows has no such call and needs none."""
+    """Flush a directory's entries to disk. Does nothing on Windows, which has no such call and needs none."""
     if os.name == "nt":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -141,7 +141,7 @@ def _short(text: str) -> str:
 
 
 def _lives(pid: int, start: str) -> bool:
-    if os.name == "nt":  # there, os.kill(pid, 0) would end it
+    if os.name == "nt":  # os.kill(pid, 0) would end the process there
         return True
     try:
         os.kill(pid, 0)
@@ -149,11 +149,11 @@ def _lives(pid: int, start: str) -> bool:
         return False
     except PermissionError:
         pass
-    return _short(_start(pid) or "") == start  # else the number was given to another process
+    return _short(_start(pid) or "") == start  # otherwise another process has reused the pid
 
 
 def _start(pid: int) -> str | None:
-    # Linux: state and start in clock ticks since boot, after the command, which may hold spaces and brackets.
+    # Linux: state and start time (clock ticks) follow the command name, which may contain spaces and brackets.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:

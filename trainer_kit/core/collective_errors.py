@@ -1,4 +1,4 @@
-"""Collectives fail on all ranks together: an error of one rank reaches the others, and tensors are compared first."""
+"""Makes errors collective: an error on one rank is raised on all, and tensors are compared before an exchange."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
     """Call ``act`` on rank 0 and return its result on every rank.
 
     Raises:
-        Exception: the error of ``act``; on the other ranks a `RankError` where the error is not one of this library.
+        Exception: the error of ``act``; on the other ranks a `RankError` if it is not an error of this library.
     """
     result: _T | None = None
     problem: Exception | None = None
@@ -37,7 +37,7 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
     if world.rank == 0:
         try:
             result = act()
-        except Exception as error:  # of any kind: the other ranks wait in the broadcast
+        except Exception as error:  # any error: the other ranks wait in the broadcast
             problem, shared = error, shared_error(error, 0)
     result, shared = world.broadcast((result, shared))
     if problem is not None:
@@ -48,17 +48,17 @@ def on_rank_zero(world: Group, act: Callable[[], _T]) -> _T:
 
 
 def on_every_rank(world: Group, act: Callable[[], _T]) -> list[_T]:
-    """Call ``act`` on every rank and return the results of all ranks, in rank order. Results should be small.
+    """Call ``act`` on every rank and return the results of all ranks, in rank order; they should be small.
 
     Raises:
-        Exception: the error of ``act`` on this rank, else the error of the first rank on which it failed: a
-            `RankError` where that error is not one of this library.
+        Exception: the error of ``act`` on this rank, else that of the first rank on which it failed, as a
+            `RankError` if it is not an error of this library.
     """
     result: _T | None = None
     problem: Exception | None = None
     try:
         result = act()
-    except Exception as error:  # of any kind: the other ranks wait in the gather
+    except Exception as error:  # any error: the other ranks wait in the gather
         problem = error
     everyone = world.all_gather_object((result, problem and shared_error(problem, world.rank)))
     problem = problem or next((other for _, other in everyone if other is not None), None)
@@ -71,7 +71,7 @@ def fail_together(world: Group, act: Callable[[], _T]) -> _T:
     """Call ``act`` on every rank and return this rank's result; an error on one rank is raised on all.
 
     Raises:
-        Exception: as `on_every_rank`.
+        Exception: as in `on_every_rank`.
     """
     results: list[_T] = []
     on_every_rank(world, lambda: results.append(act()))
@@ -79,14 +79,14 @@ def fail_together(world: Group, act: Callable[[], _T]) -> _T:
 
 
 def shared_error(error: Exception, rank: int) -> TrainerKitError:
-    """The error that the other ranks raise: errors of other libraries may not be picklable."""
+    """Convert ``error`` for the other ranks: a `RankError` unless it is ours, for it may not be picklable."""
     if isinstance(error, TrainerKitError):
         return error
     return RankError(f"rank {rank}: {type(error).__name__}: {error}", fix=f"see what rank {rank} printed")
 
 
 def shape_of(tensor: Tensor) -> str:
-    """Shape and dtype.
+    """The shape and dtype of a tensor as text.
 
     Example:
         >>> import torch
@@ -114,33 +114,33 @@ def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
 
 
 def same_everywhere(group: Group, call: str, data: Any) -> None:
-    """Compare what the ranks are about to exchange; every rank calls it.
+    """Compare the data that the ranks are about to exchange. Every rank must call it.
 
     Args:
         group: the ranks.
-        call: the name of the collective, and what else must be equal.
+        call: the name of the collective, with whatever else must be equal.
         data: nested tensors.
 
     Raises:
-        RankError: on every rank, where shapes, dtypes or structure differ.
+        RankError: on every rank, if shapes, dtypes or structure differ.
     """
     if group.size > 1:
         compare(group, f"{call}({signature(data)})")
 
 
 def compare(group: Group, call: str, numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> list[list[float]]:
-    """Exchange a few numbers and compare ``call`` in one exchange on the CPU, always of the same size.
+    """Compare ``call`` over the ranks, and exchange a few numbers, in one CPU collective of fixed size.
 
     Args:
         group: the ranks.
-        call: must be equal on all of them.
-        numbers: any.
+        call: a text that must be equal on all ranks.
+        numbers: any numbers.
 
     Returns:
-        The numbers of every rank, one row a rank.
+        The numbers of every rank, one row per rank.
 
     Raises:
-        RankError: on every rank, with the tensors of each.
+        RankError: on every rank, if ``call`` differs; the message has the text of each.
     """
     digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little")  # exact in a float64
     rows = group.agree([digest, *numbers])

@@ -1,7 +1,7 @@
 """A value and its origin: an argument, a flag, a configuration file, the environment, or the default.
 
-The launcher resolves flags and files and passes their values to the ranks in variables; `ORIGINS` holds the origin of
-each, for ``explain()``.
+The launcher resolves flags and files, and passes their values to the ranks in environment variables; the variable
+`ORIGINS` has the origin of each, for ``explain()``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Chosen:
     """A value and its origin.
 
     Attributes:
-        value: the value; the text of it where it stands in a variable.
-        origin: in words, such as ``"argument"`` or ``"config.yaml:3"``.
+        value: the value; a string if it comes from a variable.
+        origin: where it comes from, such as ``"argument"`` or ``"config.yaml:3"``.
     """
 
     value: Any
@@ -77,8 +77,8 @@ def choose(name: str, argument: Any, default: Any, environ: Mapping[str, str] = 
 
     Args:
         name: the option.
-        argument: None where it was not given.
-        default: the value then.
+        argument: the user's argument; None if it was not given.
+        default: the value if neither is set.
         environ: the variables.
 
     Example:
@@ -93,7 +93,7 @@ def choose(name: str, argument: Any, default: Any, environ: Mapping[str, str] = 
 
 
 def is_true(value: Any) -> bool:
-    """A truth value, or the word of a variable for one.
+    """Whether ``value`` is true, or a word for it in an environment variable.
 
     Example:
         >>> is_true("yes"), is_true("0"), is_true(True)
@@ -103,10 +103,10 @@ def is_true(value: Any) -> bool:
 
 
 def steps_of(chosen: Chosen) -> int:
-    """A number of micro-batches that may be the text of a variable.
+    """Convert a number of micro-batches, which may be the text of a variable, to int.
 
     Raises:
-        ConfigurationError: for another text.
+        ConfigurationError: it is not a whole number.
 
     Example:
         >>> steps_of(Chosen("4", "environment ACCELERATE_GRADIENT_ACCUMULATION_STEPS"))
@@ -123,7 +123,7 @@ def steps_of(chosen: Chosen) -> int:
 
 
 def describe_origins(chosen: Iterable[tuple[str, Chosen]]) -> list[str]:
-    """Name, value and origin, a line each, in columns.
+    """Format each option as a line with columns for name, value and origin.
 
     Example:
         >>> describe_origins([("debug", Chosen(True, "argument")), ("mixed_precision", Chosen("no", "default"))])

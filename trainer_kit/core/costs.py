@@ -1,4 +1,4 @@
-"""Memory and communication of a rank in training: strategies report them, `explain` and the summary show them."""
+"""Memory and communication of a rank in training. Strategies report them; `explain` and the summary show them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Costs:
     """Memory and communication of one module under a strategy.
 
     Attributes:
-        layout: the axes among which the work is divided, and who holds what.
-        parameters: bytes on this rank; None: known only once the module is divided.
-        gradients: bytes on this rank when an optimizer steps.
-        stepped: from the parameters of an optimizer's group to what is stepped in their place on this rank; shapes
-            and dtypes count, so tensors of the meta device do.
-        masters: bytes of copies of the parameters in full precision that an engine keeps beside them.
-        exchanges: the communication of a step: what, by which operation, among how many ranks.
+        layout: the axes over which the work is divided, and what each rank holds.
+        parameters: bytes of parameters on this rank; None if unknown until the module is sharded.
+        gradients: bytes of gradients on this rank when an optimizer steps.
+        stepped: maps the parameters of an optimizer's group to the tensors that this rank steps in their place; meta
+            tensors suffice, since only shapes and dtypes are used.
+        masters: bytes of the full-precision master copies that an engine keeps of the parameters.
+        exchanges: the communication of a step: the data, the operation and the number of ranks.
     """
 
     layout: str
@@ -40,7 +40,7 @@ class Costs:
 
 
 def part_bytes(tensors: Iterable[Any]) -> int:
-    """The bytes of tensors on this rank; a ``DTensor`` counts with its local part.
+    """The bytes of tensors on this rank; of a ``DTensor`` only the local shard counts.
 
     Example:
         >>> part_bytes([torch.zeros(3, 4), torch.zeros(2, dtype=torch.bfloat16)])
@@ -50,7 +50,7 @@ def part_bytes(tensors: Iterable[Any]) -> int:
 
 
 def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
-    """The shape, without storage, of what a rank holds of a tensor that is, or will be, divided along its first dim.
+    """A meta tensor with the shape of a rank's shard of ``tensor``, which is or will be sharded along its first dim.
 
     Example:
         >>> [len(own_part(torch.zeros(5, 2), 3, rank)) for rank in range(3)]
@@ -66,13 +66,13 @@ def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
 def held(
     module: nn.Module, layout: str, exchanges: Sequence[str] = (), part: Callable[[nn.Parameter], Tensor] = own_part
 ) -> Costs:
-    """The costs of a rank that holds, and steps, its part of each parameter.
+    """The costs of a rank that holds and steps its own shard of each parameter.
 
     Args:
-        module: before or after it is divided.
-        layout: the axes, and who holds what.
-        exchanges: of a step.
-        part: this rank's part of a parameter, see `own_part`; default: all that is here.
+        module: the module, before or after sharding.
+        layout: the axes, and what each rank holds.
+        exchanges: the communication of a step.
+        part: returns this rank's shard of a parameter, see `own_part`; default: the local tensor.
     """
     parts = {p: part(p) for p in module.parameters()}
     return Costs(
@@ -85,10 +85,10 @@ def held(
 
 
 def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None:
-    """The state that optimizers have on this rank, or will have after their first step; None if unknown.
+    """Bytes of the optimizers' state on this rank, now or after their first step; None if unknown.
 
-    Nothing of the optimizer is called. Before its first step the state of torch's own classes is known by their
-    options, and that of any other class is not.
+    No method of an optimizer is called. Before the first step, the size is derived from the options of torch's own
+    classes; for any other class it is unknown.
 
     Example:
         >>> layer = nn.Linear(3, 4)
@@ -126,7 +126,7 @@ _SIZES: Final[Mapping[type[Optimizer], _Sizes]] = {
     torch.optim.Rprop: lambda group: (2, 1),
     torch.optim.ASGD: lambda group: (1, 3),
 }
-"""By class and options: tensors of the shape of a parameter, and single numbers, that it keeps for each parameter."""
+"""For each class, a function of its options: parameter-shaped tensors, and scalars, that it keeps per parameter."""
 
 
 def _bytes_of_a_number(group: Mapping[str, Any]) -> int:
@@ -138,8 +138,8 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
     """The costs as lines of text.
 
     Args:
-        costs: of this rank.
-        optimizers: of the module; None where they are not known yet.
+        costs: the costs of this rank.
+        optimizers: the module's optimizers; None if they are not known yet.
 
     Example:
         >>> layer = nn.Linear(300, 400)

@@ -1,4 +1,4 @@
-"""`DataModule`: datasets and loaders in one reusable place."""
+"""`DataModule`: datasets and loaders as one reusable object."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __getattr__ = other_names(__name__)
 
 
 class DataModule(DataHooks, HParamsMixin):
-    """Prepare, build and hand out data; see `DataHooks` for what may be overridden and when it is called.
+    """Prepares datasets and returns their loaders; `DataHooks` describes the methods to override.
 
     Example:
         >>> import torch
@@ -37,11 +37,11 @@ class DataModule(DataHooks, HParamsMixin):
         check_names(cls, DataHooks)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What of the data must survive a restart."""
+        """The state to save in checkpoints: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
 
     @classmethod
     def load_from_checkpoint(
@@ -56,10 +56,10 @@ class DataModule(DataHooks, HParamsMixin):
 
         Args:
             checkpoint_path: a checkpoint directory of a fit with this datamodule, or a Lightning file.
-            map_location: accepted for Lightning's sake.
+            map_location: accepted for compatibility with Lightning; not used.
             hparams_file: a YAML, JSON or CSV file of hyperparameters, in place of the checkpoint's.
-            weights_only: accepted for Lightning's sake; nothing in the file is executed.
-            kwargs: constructor arguments; they win over the checkpoint's.
+            weights_only: accepted for compatibility with Lightning; nothing in the file is executed.
+            kwargs: constructor arguments; they take precedence over the checkpoint's.
 
         Raises:
             CheckpointError: the file cannot be read.
@@ -83,16 +83,16 @@ class DataModule(DataHooks, HParamsMixin):
         num_workers: int = 0,
         **datamodule_kwargs: Any,
     ) -> DataModule:
-        """A datamodule over ready datasets.
+        """Create a datamodule from existing datasets.
 
         Args:
             train_dataset: a dataset, or several in a list or dict; shuffled unless it is iterable.
             val_dataset: a dataset or several.
             test_dataset: a dataset or several.
             predict_dataset: a dataset or several.
-            batch_size: samples a batch, per rank; the constructor of ``cls`` gets it too if it takes it.
-            num_workers: loader workers; likewise.
-            datamodule_kwargs: for the constructor of ``cls``.
+            batch_size: samples per batch and rank; also passed to the constructor of ``cls`` if it takes it.
+            num_workers: loader workers; also passed to the constructor if it takes it.
+            datamodule_kwargs: further arguments of the constructor of ``cls``.
         """
         made: DataModule = construct(cls, {"batch_size": batch_size, "num_workers": num_workers}, datamodule_kwargs)
         given: Iterable[tuple[str, Any]] = (
@@ -109,7 +109,7 @@ class DataModule(DataHooks, HParamsMixin):
 
 
 def _load(dataset: Any, shuffle: bool, **options: Any) -> Any:
-    """The loader of a dataset, in the same nesting of lists and dicts."""
+    """A loader for each dataset, in the same nesting of lists and dicts."""
     if isinstance(dataset, Mapping):
         return {name: _load(part, shuffle, **options) for name, part in dataset.items()}
     if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):

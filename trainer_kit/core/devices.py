@@ -1,4 +1,4 @@
-"""The accelerators and the memory of this machine: what is there, what is free, and which device is current."""
+"""The accelerators and the memory of this machine: which exist, how much is free, and which device is current."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORKSPACE: Final = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def present_accelerator() -> torch.device | None:
-    """What torch drives here and finds working; None without one. Processes can still be forked afterwards.
+    """The accelerator that torch can use here, or None. The process can still be forked afterwards.
 
     Example:
         >>> found = present_accelerator()
@@ -36,26 +36,26 @@ def present_accelerator() -> torch.device | None:
 
 
 def count_accelerators() -> int:
-    """How many devices of the kind that torch drives here are there. Processes can still be forked afterwards.
+    """The number of accelerators that torch can use here. The process can still be forked afterwards.
 
     Example:
         >>> (count_accelerators() > 0) == (present_accelerator() is not None)
         True
     """
     found = torch.accelerator.current_accelerator()
-    # torch.accelerator would initialise CUDA to count, after which no forked process can use it; its own module asks
-    # the driver's library.
+    # torch.accelerator.device_count would initialise CUDA, which forked processes then could not use; the device
+    # module counts through the driver's library.
     return 0 if found is None else int(torch.get_device_module(found).device_count())
 
 
 def make_current(device: torch.device) -> None:
-    """Let this process's calls that name no device mean this one.
+    """Make ``device`` the current device of this process.
 
-    FSDP divides onto the current device, NCCL sends objects from it, and every library puts its own memory there:
-    without this, processes meet on the first one.
+    FSDP shards onto the current device, NCCL sends objects from it, and libraries allocate there: without this call,
+    all processes would use the first device.
 
     Args:
-        device: of this process; nothing happens on a CPU, or where it has no index.
+        device: the device of this process; a CPU, or a device without an index, changes nothing.
 
     Example:
         >>> make_current(torch.device("cpu"))
@@ -68,10 +68,10 @@ def make_current(device: torch.device) -> None:
 
 
 def deterministic_products() -> Callable[[], None]:
-    """Give cuBLAS the workspaces without which torch's deterministic mode refuses matrix products on CUDA.
+    """Set the cuBLAS workspaces that torch's deterministic mode requires for matrix products on CUDA.
 
     Returns:
-        What takes that back. A setting of the user's stays.
+        A function that undoes this. A setting of the user is not changed.
 
     Example:
         >>> undo = deterministic_products()
@@ -95,11 +95,11 @@ _MEMINFO: Final = "/proc/meminfo"
 
 
 def device_memory(device: torch.device, ranks: int) -> int | None:
-    """Bytes for one rank: an accelerator's own, or its share of the host's; None if unknown.
+    """Bytes of memory for one rank: its accelerator's, or its share of the host's; None if unknown.
 
     Args:
-        device: where it computes.
-        ranks: on this machine.
+        device: the device of the rank.
+        ranks: the number of ranks on this machine.
     """
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
@@ -109,7 +109,7 @@ def device_memory(device: torch.device, ranks: int) -> int | None:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that can still be taken: of an accelerator, or of the host; None if unknown."""
+    """Free bytes of an accelerator, or of the host; None if unknown."""
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "mem_get_info", None)
         return None if ask is None else int(ask(device)[0])
@@ -121,7 +121,7 @@ def free_memory(device: torch.device) -> int | None:
     if not limits or not used:
         return free
     cached = next((_table(name).get("inactive_file", 0) for name in _STATISTICS if os.access(name, os.R_OK)), 0)
-    return max(0, min(free, min(limits) - used[0] + cached))  # the kernel drops cached files first
+    return max(0, min(free, min(limits) - used[0] + cached))  # the kernel can reclaim the page cache
 
 
 def _host_memory() -> int | None:
@@ -134,7 +134,7 @@ def _numbers(names: tuple[str, ...]) -> list[int]:
 
 
 def _table(name: str) -> dict[str, int]:
-    """Lines of a name and a number."""
+    """Parse a file whose lines hold a name and a number."""
     if not os.access(name, os.R_OK):
         return {}
     rows = [line.split() for line in Path(name).read_text().splitlines()]
@@ -142,7 +142,7 @@ def _table(name: str) -> dict[str, int]:
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """The most bytes that this process has held: on an accelerator as torch counts, or on the host; None if unknown."""
+    """Peak memory of this process in bytes: allocated by torch on an accelerator, or on the host; None if unknown."""
     if device.type != "cpu":
         ask = getattr(torch.get_device_module(device), "max_memory_allocated", None)
         return None if ask is None else int(ask(device))
@@ -164,7 +164,7 @@ _FULL: Final = (
 
 
 def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory is full.
+    """Whether an exception reports that memory is exhausted.
 
     Example:
         >>> ran_out_of_memory(torch.OutOfMemoryError("CUDA out of memory.")), ran_out_of_memory(ValueError())

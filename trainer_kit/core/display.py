@@ -1,4 +1,4 @@
-"""What a user reads: text of several lines, progress bars, numbers of bytes, and configuration without its secrets."""
+"""Text for users: several lines, progress bars, numbers of bytes, and configuration with its secrets masked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["MASK", "Text", "bar_class", "holds_secret", "in_units", "mask_secret
 
 @final
 class Text(str):
-    """A string that an interactive session shows as its lines, and ``print`` prints once.
+    """A string whose ``repr`` is its text, so that an interactive session shows its lines.
 
     Example:
         >>> Text("two\\nlines")
@@ -29,7 +29,7 @@ class Text(str):
 
 @cache
 def bar_class() -> Any:
-    """tqdm's, imported when the first bar is drawn, without what several processes would need.
+    """The tqdm class, imported when the first bar is drawn, without tqdm's support for several processes.
 
     Example:
         >>> issubclass(bar_class(), __import__("tqdm").tqdm)
@@ -38,7 +38,7 @@ def bar_class() -> Any:
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
-        # No thread that watches over slow bars, and no lock shared between processes: one rank draws.
+        # One rank draws: it needs no monitor thread, and no lock shared between processes.
         monitor_interval = 0
         _lock = threading.RLock()
 
@@ -47,8 +47,8 @@ def bar_class() -> Any:
 
 MASK: Final = "***"
 _WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-# In names of lower-case words joined by "_"; a dot or a slash begins a new name. pad_token, sort_key and forward_pass
-# are vocabulary, not secrets, so `token`, `key` and `pass` count only behind a word of a secret.
+# Matched against names of lower-case words joined by "_"; a dot or a slash begins a new name. pad_token, sort_key and
+# forward_pass are no secrets, so `token`, `key` and `pass` match only after a word such as `api` or `db`.
 _KEY: Final = (
     r"(?:^|_)(?:password|passwd|pwd|passphrase|secrets?|credentials?|cookies?|webhooks?|authorization|api_?key"
     r"|(?:access|private|secret|auth|encryption|signing|ssh|account|storage|shared|client|license|openai|anthropic"
@@ -58,7 +58,7 @@ _KEY: Final = (
     r"|(?:^|(?:^|_)(?:db|database|user|admin|root|smtp|mail|ftp|sql|mysql|postgres|pg|redis|mongo|http|proxy|login)_)"
     r"pass$|^token$|(?:^|_)auth$"
 )
-_NUMBERS: Final = re.compile(r"pass|pwd|secret")  # a number under such a name is a secret, too
+_NUMBERS: Final = re.compile(r"pass|pwd|secret")  # a number under such a name is a secret too
 _TEXT: Final = (  # compiled at its first use: `import trainer_kit` does not need it
     r"(?-i:\bhf_(?=[a-z]*[A-Z0-9])[A-Za-z0-9]{16,})"
     r"|\bsk-[A-Za-z0-9_\-]{16,}"
@@ -73,7 +73,7 @@ _TEXT: Final = (  # compiled at its first use: `import trainer_kit` does not nee
     r"|(?P<only>\bhttps?://)[^/\s:@]+(?=@)"
 )
 _PLAIN: Final = re.compile(r"[_\-=@]|eyJ|AKIA|ASIA|Bearer", re.IGNORECASE)
-"""What every text that `_TEXT` matches has."""
+"""Matches in every text in which `_TEXT` matches, and is faster."""
 
 
 @lru_cache(maxsize=4096)
@@ -84,7 +84,7 @@ def _is_secret(key: str) -> bool:
 
 
 def mask_text(text: str) -> str:
-    """A text without tokens, passwords and credentials of URLs.
+    """Mask tokens, passwords and URL credentials in a text.
 
     Example:
         >>> mask_text("clone https://me:pw@host/x?sig=abc with Authorization: Bearer 0123456789")
@@ -101,11 +101,11 @@ def _masked_match(match: re.Match[str]) -> str:
 
 
 def mask_secrets(value: Any, key: str = "") -> Any:
-    """A copy of ``value`` without what looks like a secret; mappings, lists and tuples are looked into.
+    """A copy of ``value`` with everything masked that looks like a secret, also inside mappings, lists and tuples.
 
     Args:
-        value: any value; strings are masked, and numbers under the name of a password.
-        key: the name it goes by, in any spelling: ``apiKey``, ``db.api_key``, ``API-KEY``.
+        value: any value; strings are masked, and numbers if their name is that of a password.
+        key: the name of the value, in any spelling: ``apiKey``, ``db.api_key``, ``API-KEY``.
 
     Example:
         >>> mask_secrets({"lr": 0.1, "apiKey": "abc", "store": "s3://me:pw@host/bucket", "pad_token": "<pad>"})
@@ -148,7 +148,7 @@ def _mask(value: Any, secret: str, found: list[bool]) -> Any:
 
 
 def in_units(size: float | None) -> str:
-    """A number of bytes for people.
+    """Format a number of bytes with a unit.
 
     Example:
         >>> in_units(3), in_units(4180), in_units(120_000_000), in_units(None)

@@ -1,4 +1,4 @@
-"""The place of this process in a run: its rank, as set by a launcher, and the devices it may use."""
+"""The rank of this process, as set by a launcher, and the devices it may use."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 _Source = Literal["plain", "torchrun", "slurm", "mpi"]
 
 _DEFAULT_PORT: Final = 29500
-_SLURM_SHELL: Final = str(0xFFFFFFFA)  # the step of the shell of ``salloc``, where that runs on a node
+_SLURM_SHELL: Final = str(0xFFFFFFFA)  # step id of the shell that ``salloc`` runs on a node
 try:
     START_DIRECTORY: Final = os.getcwd()
 except OSError:  # the directory was deleted
     START_DIRECTORY = os.path.sep  # type: ignore[misc]
-"""Where this process was when the library was imported: relative paths of its command line start here."""
+"""The working directory when the library was imported: relative paths on the command line refer to it."""
 
 _MPI: Final = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -45,13 +45,13 @@ class Environment:
     """One process of a run, read from environment variables.
 
     Attributes:
-        rank: this process among all, from 0.
+        rank: index of this process, from 0.
         world_size: number of processes.
-        local_rank: this process among those of its machine, from 0.
+        local_rank: index of this process on its machine, from 0.
         local_world_size: number of processes on this machine.
-        node_rank: this machine among all, from 0.
+        node_rank: index of this machine, from 0.
         master_addr: the host of rank 0.
-        master_port: the port at which the processes meet there.
+        master_port: the rendezvous port on that host.
         source: the launcher; ``torchrun`` includes every launcher that sets its variables.
         restart_count: how often the launcher has restarted this run.
 
@@ -76,25 +76,25 @@ class Environment:
 
     @property
     def launched(self) -> bool:
-        """Whether a launcher gave this process its place."""
+        """Whether a launcher started this process."""
         return self.source != "plain"
 
     @property
     def num_nodes(self) -> int:
-        """Number of machines, where each runs as many processes as this one."""
+        """Number of machines, if each runs as many processes as this one."""
         return -(-self.world_size // self.local_world_size)
 
     @classmethod
     def detect(cls, environ: Mapping[str, str] = os.environ) -> Environment:
         """Read torchrun's variables, else SLURM's, else those of an MPI launcher.
 
-        SLURM counts only inside a step (``srun``): the batch script itself, and an interactive shell, are plain.
+        SLURM's are used only inside a step (``srun``): the batch script and an interactive shell are plain processes.
 
         Args:
             environ: the variables.
 
         Raises:
-            LaunchError: where variables are missing, unreadable or contradict each other; it names them.
+            LaunchError: variables are missing, unreadable or contradict each other; the message names them.
         """
         variables = _Variables(environ)
         found = _torchrun(variables) or _slurm(variables) or _mpi(variables) or cls()
@@ -109,7 +109,7 @@ class Environment:
                 found=variables.seen(),
                 fix="start every process with the same launcher (torchrun or srun), or unset these variables",
             )
-        if not 0 < found.master_port < 65536:  # torchrun hands its --master-port 0 on; no rank finds another there
+        if not 0 < found.master_port < 65536:  # torchrun passes --master-port 0 on unchanged
             raise LaunchError(
                 "the ranks cannot meet at this port",
                 found=variables.seen(),
@@ -119,7 +119,7 @@ class Environment:
 
 
 class _Variables:
-    """Reads variables and remembers which, for the message."""
+    """Reads variables, and records which ones for error messages."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = environ
@@ -157,7 +157,7 @@ def _torchrun(variables: _Variables) -> Environment | None:
         return None
     rank, world = variables.number("RANK"), variables.number("WORLD_SIZE")
     local_rank = variables.number("LOCAL_RANK", default=0)
-    # Not every launcher gives the number of processes per machine. One that gives no local rank starts one process.
+    # Some launchers omit the number of processes per machine. One that sets no local rank starts one per machine.
     here = variables.environ.get("MASTER_ADDR", "127.0.0.1") in ("127.0.0.1", "localhost", "::1")
     guess = 1 if "LOCAL_RANK" not in variables else world if here else None
     local_world = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", default=guess)
@@ -175,9 +175,9 @@ def _torchrun(variables: _Variables) -> Environment | None:
 
 
 def _slurm(variables: _Variables) -> Environment | None:
-    # The batch script carries SLURM_PROCID=0 and SLURM_NTASKS too, but only a step starts the other tasks.
+    # The batch script has SLURM_PROCID=0 and SLURM_NTASKS too, but only a step starts the other tasks.
     step = variables.environ.get("SLURM_STEP_ID") or variables.environ.get("SLURM_STEPID")
-    # Steps that `srun` starts from a shell of `salloc` inherit the shell's job name, and must not be taken for it.
+    # Steps that `srun` starts from the shell of `salloc` inherit its job name, so the name alone is not enough.
     shell = step == _SLURM_SHELL or (
         variables.environ.get("SLURM_JOB_NAME") == "bash" and "SLURM_PTY_PORT" in variables
     )
@@ -199,7 +199,7 @@ def _slurm(variables: _Variables) -> Environment | None:
         local_world_size=tasks[node],
         node_rank=node,
         master_addr=master,
-        # Every rank must reach the same port without talking: below the range that kernels hand out by themselves.
+        # Every rank must derive the same port without communication; it is below the kernel's ephemeral range.
         master_port=variables.number("MASTER_PORT", default=15000 + (job * 31 + step_id) % 17000),
         source="slurm",
         restart_count=variables.number("SLURM_RESTART_COUNT", default=0),
@@ -207,7 +207,7 @@ def _slurm(variables: _Variables) -> Environment | None:
 
 
 def _tasks_per_node(variables: _Variables, world: int) -> list[int]:
-    """``"2(x3),1"`` is 2, 2, 2, 1 tasks on four nodes."""
+    """Parse the tasks on each node: ``"2(x3),1"`` is 2, 2, 2 and 1 on four nodes."""
     name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in variables else "SLURM_TASKS_PER_NODE"
     text = variables.text(name, str(world))
     tasks: list[int] = []
@@ -249,7 +249,7 @@ def first_host(hosts: str) -> str:
         hosts: names, with ranges in brackets.
 
     Raises:
-        LaunchError: when there is none.
+        LaunchError: the list has no name.
 
     Example:
         >>> first_host("node[03-05,7],login1"), first_host("r[1-2]n[08,11]-ib"), first_host("single,other")
@@ -263,18 +263,18 @@ def first_host(hosts: str) -> str:
 
 
 def usable_cores() -> int:
-    """CPU cores that this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _accelerator() -> str | None:
-    """The type of the accelerator that is here and works, or None."""
+    """The type of the accelerator that torch can use here, or None."""
     device = present_accelerator()
     return None if device is None else device.type
 
 
 def _resolve(accelerator: str) -> str:
-    """``accelerator`` as a device type that this machine has."""
+    """Resolve ``accelerator`` to a device type of this machine."""
     word, here = str(accelerator).lower(), _accelerator()
     if word == "cpu" or (word == "auto" and here is None):
         return "cpu"
@@ -288,13 +288,13 @@ def _resolve(accelerator: str) -> str:
 
 
 def available_devices(accelerator: str = "auto") -> int:
-    """How many devices of this kind are here; for a CPU 1.
+    """The number of devices of this kind on this machine; 1 for a CPU.
 
     Args:
-        accelerator: ``auto``, ``cpu``, ``gpu`` (whatever torch drives here), or a device type such as ``cuda``.
+        accelerator: ``auto``, ``cpu``, ``gpu`` (any accelerator that torch can use), or a device type such as ``cuda``.
 
     Raises:
-        StrategyError: when this accelerator is not here.
+        StrategyError: this machine has no such accelerator.
 
     Example:
         >>> available_devices("cpu")
@@ -312,7 +312,7 @@ def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str =
         accelerator: as for `available_devices`.
 
     Raises:
-        StrategyError: when ``devices`` cannot be read, or asks for devices that are not here.
+        StrategyError: ``devices`` is invalid, or requests devices that this machine does not have.
 
     Example:
         >>> list_devices(2, "cpu"), list_devices("auto", "cpu")
@@ -340,7 +340,7 @@ def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str =
 
 
 def _read(devices: Any) -> int | list[int] | Literal["all"]:
-    """A positive number, indices, or all."""
+    """Parse ``devices`` into a positive number, indices, or all."""
     parsed = devices
     if isinstance(devices, str):
         word = devices.strip().lower()
@@ -368,7 +368,7 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
 
 
 def count_devices(devices: int | str | Sequence[int] = "auto", accelerator: str = "auto") -> int:
-    """How many processes to run on this machine: the length of `list_devices`.
+    """The number of processes to run on this machine: the length of `list_devices`.
 
     Example:
         >>> count_devices("auto", "cpu"), count_devices("2", "cpu"), count_devices(3, "cpu")
@@ -384,11 +384,11 @@ def pick_device(
 
     Args:
         accelerator: as for `available_devices`.
-        local_rank: the process among those of its machine.
-        devices: as for `list_devices`; indices say which device is whose.
+        local_rank: the index of the process on its machine.
+        devices: as for `list_devices`; the process uses the index at position ``local_rank``.
 
     Raises:
-        StrategyError: when the accelerator is not here, or has fewer devices than there are processes.
+        StrategyError: this machine has no such accelerator, or fewer devices than processes.
 
     Example:
         >>> pick_device("cpu", 3)
@@ -399,7 +399,7 @@ def pick_device(
         return torch.device("cpu")
     count = count_accelerators()
     if count == 1 and Environment.detect().source == "slurm":
-        return torch.device(kind, 0)  # SLURM hides the devices of the other tasks from this one
+        return torch.device(kind, 0)  # SLURM shows each task only its own device
     wanted = _read(devices)
     indices = wanted if isinstance(wanted, list) else range(count)
     if local_rank >= len(indices) or indices[local_rank] >= count:

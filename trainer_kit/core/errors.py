@@ -1,8 +1,8 @@
-"""Every error this library raises: the problem, what was found, and the fix.
+"""The errors of this library: each states the problem, what was found, and the fix.
 
 ```
 TrainerKitError
-├── ConfigurationError (also a ValueError)   a wrong call, answered before the first step
+├── ConfigurationError (also a ValueError)   a wrong call, raised before the first step
 │   ├── DurationError                        an interval that cannot be read
 │   ├── HookError                            an unknown hook, or one with the wrong parameters
 │   ├── StrategyError                        devices, processes and layout do not fit together
@@ -48,8 +48,8 @@ class TrainerKitError(Exception):
     """Base of every error of this library.
 
     Args:
-        problem: one sentence that says what is wrong.
-        found: what the library saw (the value, where it came from).
+        problem: one sentence that states the problem.
+        found: what the library found (the value, where it came from).
         fix: what to do about it.
 
     Example:
@@ -60,7 +60,7 @@ class TrainerKitError(Exception):
     """
 
     def __init__(self, problem: str, *, found: str | None = None, fix: str | None = None) -> None:
-        # What was found may be an address with a password.
+        # The text may contain a URL with a password.
         problem = mask_text(problem)
         found, fix = (None if text is None else mask_text(text) for text in (found, fix))
         self.problem, self.found, self.fix = problem, found, fix
@@ -72,7 +72,7 @@ class TrainerKitError(Exception):
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Errors travel between processes: rebuild from the state, whatever the subclass's constructor takes.
+        # Errors are pickled between processes: rebuild from the state, since constructors of subclasses differ.
         return _rebuild, (type(self), self.args), self.__dict__
 
 
@@ -118,14 +118,14 @@ class CheckpointError(TrainerKitError):
     """A checkpoint that is damaged, foreign, or cannot be written.
 
     Args:
-        file: the file in which it was found.
-        key: the entry of that file, or None for the whole file.
+        file: the affected file.
+        key: the affected entry of the file, or None for the whole file.
         reason: what is wrong with it.
         fix: what to do about it.
     """
 
     def __init__(self, file: object, key: str | None, reason: str, *, fix: str | None = None) -> None:
-        # Text from a file may hold control characters that harm a terminal, and may be of any length.
+        # Text from a file may contain control characters for the terminal, and may be of any length.
         self.file, self.key, self.reason = printable(str(file), keep="\n"), key, printable(reason, keep="\n")
         found = None if key is None else f"key {key[:200]!r}"
         fix = None if fix is None else printable(fix, keep="\n")
@@ -145,12 +145,12 @@ class LaunchError(TrainerKitError):
 
 
 def printable(text: str, most: int = 1000, keep: str = "") -> str:
-    """A text from elsewhere, which can harm no terminal and fills none.
+    """Escape control characters in untrusted text, and shorten it, so that a terminal can show it.
 
     Args:
-        text: anything.
+        text: any text.
         most: the maximum number of characters.
-        keep: characters that stay although they move the cursor, such as line ends.
+        keep: control characters that are not escaped, such as line ends.
 
     Example:
         >>> printable("a\\x1b[2Jb\\n")
@@ -161,7 +161,7 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
-    """The fix for a misspelt name: the nearest known one, else ``otherwise``, by default all of them.
+    """The fix for a misspelt name: the closest known name, else ``otherwise``, else a list of all names.
 
     Example:
         >>> did_you_mean("ddq", ["ddp", "single"])
@@ -169,14 +169,14 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) 
     """
     options = sorted(known)
     near = difflib.get_close_matches(name, options, n=3)
-    near = [one for one in near if one[:1] == name[:1]] or near  # the first letter is seldom the wrong one
+    near = [one for one in near if one[:1] == name[:1]] or near  # the first letter is rarely misspelt
     if near:
         return f"did you mean {near[0]!r}?"
     return f"use one of: {', '.join(options)}" if otherwise is None else otherwise
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Attach a line to an exception that is on its way to the user (Python 3.10 has no ``add_note``)."""
+    """Attach a note to an exception (Python 3.10 has no ``add_note``)."""
     if hasattr(error, "add_note"):
         error.add_note(note)
     else:

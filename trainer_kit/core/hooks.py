@@ -1,8 +1,8 @@
-"""The hook specification: which hooks exist, what they are given, when they are called.
+"""The hook specification: which hooks exist, their arguments, and when they are called.
 
-`Callback` is what people subclass; `ModuleHooks` and `DataHooks` hold the same moments as seen by a module and by a
-datamodule. Bodies are empty but for modes: the bus calls only overridden hooks. The order is DESIGN's loop, and
-``tests/training/test_hook_order.py`` holds it.
+Users subclass `Callback`; `ModuleHooks` and `DataHooks` are the hooks of modules and datamodules. The bus calls only
+overridden hooks, so their bodies are empty, except those that set training and evaluation mode.
+``tests/training/test_hook_order.py`` checks the order, which docs/design.md describes.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __getattr__ = other_names(__name__)
 
 
 class Callback:
-    """Something that happens around the loop.
+    """Base class of callbacks: its hooks are called at fixed points of the loop.
 
-    Subclass it and override the hooks you need; hooks that are not overridden cost nothing. Every hook is called by
-    position as ``hook(trainer, module, ...)``. A misspelt hook fails when the class is created; every other unknown
-    ``on_*`` name, and wrong parameters, when a Trainer is given an object of the class.
+    Subclass it and override the hooks you need; hooks that are not overridden cost nothing. Every hook is called with
+    positional arguments, as ``hook(trainer, module, ...)``. A misspelt hook is an error when the class is created; any
+    other unknown ``on_*`` name, and wrong parameters, when an object of the class is passed to a Trainer.
 
     Attributes:
-        order: ``"early"``, ``"normal"`` or ``"late"``; within one, the order of the list given to the Trainer.
+        order: ``"early"``, ``"normal"`` or ``"late"``; callbacks of the same order run as listed in the Trainer.
 
     Example:
         >>> class PrintEpoch(Callback):
@@ -52,9 +52,9 @@ class Callback:
 
     order: ClassVar[Literal["early", "normal", "late"]] = "normal"
     duplicate_key_fix: ClassVar[str] = "override state_key so that it tells them apart"
-    """What to do about two of this class with one `state_key`."""
+    """The fix to suggest if two callbacks of this class have the same `state_key`."""
     never_called: ClassVar[Mapping[str, str]] = {}
-    """Names that Lightning's class calls and this one does not: by name, what to do instead."""
+    """Methods that Lightning's class calls and this one does not, each with what to do instead."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -62,11 +62,11 @@ class Callback:
 
     @property
     def state_key(self) -> str:
-        """Under which name this callback's state is kept; unique among the callbacks of a run."""
+        """The name of this callback's state in checkpoints; unique among the callbacks of a run."""
         return type(self).__qualname__
 
     def _generate_state_key(self, **arguments: Any) -> str:
-        """A `state_key` of the class name and these arguments; Lightning's documentation uses it."""
+        """Build a `state_key` from the class name and these arguments, as Lightning's documentation does."""
         return f"{type(self).__qualname__}{arguments!r}"
 
     @property
@@ -75,19 +75,19 @@ class Callback:
         return {}
 
     def state_dict(self) -> Mapping[str, Any]:
-        """What must survive a restart: plain data and tensors."""
+        """The state to save in checkpoints: plain data and tensors."""
         return {}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` returned."""
+        """Restore what ``state_dict`` returned."""
 
     def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What is called in place of one callback's or module's hook; for profilers. Called before an entry point runs.
+        """Replace a hook of a callback or module, for example to profile it. Called before an entry point runs.
 
         Args:
-            hook: its name, such as ``on_train_batch_end``.
+            hook: the name of the hook, such as ``on_train_batch_end``.
             owner: the class that overrides it.
-            call: the hook; what is returned takes the same arguments and returns its result.
+            call: the hook; the returned function must take the same arguments and return its result.
         """
         return call
 
@@ -98,19 +98,19 @@ class Callback:
         """The last call of an entry point, also after an exception."""
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """Everything is built, moved, wrapped and restored."""
+        """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
 
     def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After ``on_train_end``; the strategy is still up."""
+        """After ``on_train_end``; the strategy is still running."""
 
     def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Before the sanity-check validation that precedes training."""
 
     def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After them; random state and metrics are as before."""
+        """After the sanity check; random state and metrics are as before it."""
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """Before the first epoch of this sitting."""
+        """Before the first epoch of a fit, and again when a resumed fit starts."""
 
     def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """After the last epoch."""
@@ -119,27 +119,27 @@ class Callback:
         """Before the first batch of an epoch."""
 
     def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After the last batch of an epoch; what is logged here belongs to the epoch.
+        """After the last batch of an epoch; values logged here belong to the epoch.
 
-        Callbacks with ``order = "late"`` are called once the epoch's values are reduced.
+        Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
     def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> int | None:
-        """Before ``training_step``, for each micro-batch, on the device. -1 from every rank ends the epoch."""
+        """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
     def on_train_batch_end(
         self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After a micro-batch; for the last of a window after the optimizer step, gradients still there.
+        """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
         """
 
     def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After an optimizer step, once a window (ours)."""
+        """After each optimizer step, once per window (not in Lightning)."""
 
     def on_before_zero_grad(self, trainer: TrainerLike, module: ModuleLike, optimizer: Optimizer) -> None:
-        """Before gradients are dropped, once a window, before its first backward."""
+        """Before gradients are cleared: once per window, before its first backward."""
 
     def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: Tensor) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
@@ -148,19 +148,19 @@ class Callback:
         """After each backward; gradients may still be scaled and unsynchronised."""
 
     def on_before_optimizer_step(self, trainer: TrainerLike, module: ModuleLike, optimizer: Optimizer) -> None:
-        """Gradients are complete, unscaled and synchronised, not yet clipped."""
+        """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
 
     def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
 
     def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After validation; reduced values stand in ``callback_metrics``."""
+        """After validation; reduced values are in ``callback_metrics``."""
 
     def on_validation_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Before the first validation batch."""
 
     def on_validation_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After the last validation batch; what is logged here belongs to the epoch."""
+        """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(
         self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -182,13 +182,13 @@ class Callback:
         """Before the first test loader; modules are in evaluation mode."""
 
     def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After test; reduced values stand in ``callback_metrics``."""
+        """After test; reduced values are in ``callback_metrics``."""
 
     def on_test_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Before the first test batch."""
 
     def on_test_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        """After the last test batch; what is logged here belongs to the epoch."""
+        """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(
         self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -235,19 +235,19 @@ class Callback:
         """After each ``predict_step``, with what it returned."""
 
     def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
-        """An exception is on its way to the caller; it will arrive unchanged."""
+        """After an exception, which is then raised to the caller unchanged."""
 
     def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        """The state is about to be written; keys may be added."""
+        """Before the state is written; the hook may add keys."""
 
     def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        """A state, or weights alone, is about to be restored: with all that ``on_save_checkpoint`` added."""
+        """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
     def on_checkpoint_committed(self, trainer: TrainerLike, module: ModuleLike, path: Location) -> None:
-        """A checkpoint of this run exists, durably. Called between two steps, soon after it does, on every rank (ours).
+        """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
-        ``path`` is a ``Path``, or a location with the same methods where checkpoints go to a URL; the next save may
-        delete it. Nothing is called for a save that failed.
+        ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
+        delete it. Not called for a save that failed.
         """
 
 
@@ -264,13 +264,13 @@ class ModuleHooks:
         check_names(cls, ModuleHooks, DataHooks)
 
     def on_fit_start(self) -> None:
-        """Everything is built, moved, wrapped and restored."""
+        """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
 
     def on_fit_end(self) -> None:
-        """After ``on_train_end``; the strategy is still up."""
+        """After ``on_train_end``; the strategy is still running."""
 
     def on_train_start(self) -> None:
-        """Before the first epoch of this sitting."""
+        """Before the first epoch of a fit, and again when a resumed fit starts."""
 
     def on_train_end(self) -> None:
         """After the last epoch."""
@@ -279,25 +279,25 @@ class ModuleHooks:
         """Before the first batch of an epoch."""
 
     def on_train_epoch_end(self) -> None:
-        """After the last batch of an epoch; what is logged here belongs to the epoch.
+        """After the last batch of an epoch; values logged here belong to the epoch.
 
-        Callbacks with ``order = "late"`` are called once the epoch's values are reduced.
+        Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """Before ``training_step``, for each micro-batch, on the device. -1 from every rank ends the epoch."""
+        """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """After a micro-batch; for the last of a window after the optimizer step, gradients still there.
+        """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
         """
 
     def on_train_step_end(self) -> None:
-        """After an optimizer step, once a window (ours)."""
+        """After each optimizer step, once per window (not in Lightning)."""
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before gradients are dropped, once a window, before its first backward."""
+        """Before gradients are cleared: once per window, before its first backward."""
 
     def on_before_backward(self, loss: Tensor) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
@@ -306,19 +306,19 @@ class ModuleHooks:
         """After each backward; gradients may still be scaled and unsynchronised."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Gradients are complete, unscaled and synchronised, not yet clipped."""
+        """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
 
     def on_validation_start(self) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
 
     def on_validation_end(self) -> None:
-        """After validation; reduced values stand in ``callback_metrics``."""
+        """After validation; reduced values are in ``callback_metrics``."""
 
     def on_validation_epoch_start(self) -> None:
         """Before the first validation batch."""
 
     def on_validation_epoch_end(self) -> None:
-        """After the last validation batch; what is logged here belongs to the epoch."""
+        """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each ``validation_step``."""
@@ -330,13 +330,13 @@ class ModuleHooks:
         """Before the first test loader; modules are in evaluation mode."""
 
     def on_test_end(self) -> None:
-        """After test; reduced values stand in ``callback_metrics``."""
+        """After test; reduced values are in ``callback_metrics``."""
 
     def on_test_epoch_start(self) -> None:
         """Before the first test batch."""
 
     def on_test_epoch_end(self) -> None:
-        """After the last test batch; what is logged here belongs to the epoch."""
+        """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each ``test_step``."""
@@ -363,63 +363,63 @@ class ModuleHooks:
         """After each ``predict_step``, with what it returned."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """An exception is on its way to the caller; it will arrive unchanged."""
+        """After an exception, which is then raised to the caller unchanged."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """The state is about to be written; keys may be added."""
+        """Before the state is written; the hook may add keys."""
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """A state, or weights alone, is about to be restored: with all that ``on_save_checkpoint`` added."""
+        """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
     def on_checkpoint_committed(self, path: Location) -> None:
-        """A checkpoint of this run exists, durably. Called between two steps, soon after it does, on every rank (ours).
+        """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
-        ``path`` is a ``Path``, or a location with the same methods where checkpoints go to a URL; the next save may
-        delete it. Nothing is called for a save that failed.
+        ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
+        delete it. Not called for a save that failed.
         """
 
     def on_validation_model_zero_grad(self) -> None:
-        """Before validation inside fit: gradients may be dropped here; by default they stay until the next step."""
+        """Before validation inside fit: gradients may be cleared here; by default they are kept until the next step."""
 
     def on_validation_model_eval(self) -> None:
-        """Put the module into evaluation mode; overriding replaces the default."""
+        """Put the module into evaluation mode; an override replaces this default."""
         cast(Any, self).eval()
 
     def on_validation_model_train(self) -> None:
-        """Put the module back into the modes it had; overriding replaces the default."""
+        """Restore the modes of the module and its submodules; an override replaces this default."""
         restore_modes(self)
 
     def on_test_model_eval(self) -> None:
-        """Put the module into evaluation mode; overriding replaces the default."""
+        """Put the module into evaluation mode; an override replaces this default."""
         cast(Any, self).eval()
 
     def on_test_model_train(self) -> None:
-        """Put the module back into the modes it had; overriding replaces the default."""
+        """Restore the modes of the module and its submodules; an override replaces this default."""
         restore_modes(self)
 
     def on_predict_model_eval(self) -> None:
-        """Put the module into evaluation mode; overriding replaces the default."""
+        """Put the module into evaluation mode; an override replaces this default."""
         cast(Any, self).eval()
 
     def on_predict_model_train(self) -> None:
-        """Put the module back into the modes it had; overriding replaces the default."""
+        """Restore the modes of the module and its submodules; an override replaces this default."""
         restore_modes(self)
 
 
 class DataHooks:
-    """What a datamodule, and a module that brings its own data, may override."""
+    """The hooks for data: of a datamodule, or of a module that has its own loaders."""
 
     def on_exception(self, exception: BaseException) -> None:
-        """An exception is on its way to the caller; it will arrive unchanged."""
+        """After an exception, which is then raised to the caller unchanged."""
 
     def prepare_data(self) -> None:
-        """Download, unpack: called in one process per node, before ``setup``. Set no state here."""
+        """Download and unpack data, in one process per node, before ``setup``. Do not set state here."""
 
     def setup(self, stage: str) -> None:
         """Build datasets, on every process; ``stage`` is fit, validate, test or predict."""
 
     def teardown(self, stage: str) -> None:
-        """Undo ``setup``; always called, also after an exception."""
+        """Undo ``setup``; called also after an exception."""
 
     def train_dataloader(self) -> Any:
         """A loader, or any pytree of loaders."""
@@ -442,7 +442,7 @@ class DataHooks:
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: device, dataloader_idx: int) -> Any:
-        """Move a batch; overriding replaces the default, which moves every tensor in any nesting."""
+        """Move a batch; an override replaces the default, which moves every tensor in any nesting."""
         return move_to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
@@ -457,17 +457,17 @@ def _undefined(owner: Any, name: str) -> NotImplementedError:
 
 
 def keep_modes(module: Any) -> None:
-    """Remember which mode each submodule is in."""
+    """Record whether each submodule is in training or evaluation mode."""
     module.__dict__["_modes"] = [(part, part.training) for part in module.modules()]
 
 
 def restore_modes(module: Any) -> None:
-    """Put each submodule back into the mode that `keep_modes` saw."""
+    """Restore the mode of each submodule that `keep_modes` recorded."""
     for part, training in module.__dict__.get("_modes", ()):
-        # nn.Module's own attribute write is 20 times slower, and train() would wake what the user froze.
+        # nn.Module.__setattr__ is 20 times slower, and train() would also change modules that were in eval mode.
         part.__dict__["training"] = training
 
 
 def forget_modes(module: Any) -> None:
-    """The evaluation is over."""
+    """Discard the record of `keep_modes`."""
     module.__dict__.pop("_modes", None)

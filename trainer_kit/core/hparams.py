@@ -1,4 +1,4 @@
-"""Hyperparameters: what a constructor was called with, kept as data."""
+"""Hyperparameters: the arguments of a constructor, kept as data."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class HParams(dict[str, Any]):
 
 
 def constructor_arguments(owner: object, frame: FrameType, ignore: Iterable[str] = ()) -> dict[str, Any]:
-    """What the constructors of ``owner`` that are running in ``frame`` and around it were called with.
+    """The arguments of the running constructors of ``owner``, from ``frame`` outwards.
 
     Args:
         owner: the object under construction.
@@ -55,7 +55,7 @@ def constructor_arguments(owner: object, frame: FrameType, ignore: Iterable[str]
             arguments[name] = info.locals[name]
         if info.keywords is not None:
             arguments.update(info.locals.get(info.keywords, {}))
-        found.update(arguments)  # an outer constructor is the more derived one: what the user really passed
+        found.update(arguments)  # an outer constructor belongs to the subclass: the user called it
         current = current.f_back
     skip = set(ignore)
     return {name: value for name, value in found.items() if name not in skip}
@@ -65,12 +65,12 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
     """Make a module or datamodule from the hyperparameters of a checkpoint.
 
     Args:
-        cls: its class; hyperparameters that its constructor does not take are left out.
-        hparams: of the checkpoint.
-        given: arguments that win over them.
+        cls: its class; hyperparameters that its constructor does not take are ignored.
+        hparams: the hyperparameters of the checkpoint.
+        given: arguments that take precedence over them.
 
     Raises:
-        ConfigurationError: the checkpoint has an argument only by its repr.
+        ConfigurationError: the checkpoint has only the repr of an argument.
     """
     taken = {name: value for name, value in hparams.items() if _takes(cls, name)}
     missing = [name for name, value in taken.items() if _is_repr(value) and name not in given]
@@ -100,7 +100,7 @@ def read_hparams(path: Any) -> dict[str, Any]:
         path: ends in ``.yaml``, ``.yml``, ``.json`` or ``.csv``, as the files that loggers write.
 
     Raises:
-        ConfigurationError: the file is missing or something else, or its YAML makes objects.
+        ConfigurationError: the file is missing or has another format, or its YAML constructs objects.
     """
     file = Path(path)
     try:
@@ -151,11 +151,11 @@ class HParamsMixin:
         Args:
             names: only these arguments, or one mapping of values to keep instead.
             ignore: names to leave out.
-            frame: the constructor's frame, where it is not the caller's.
-            logger: whether loggers get them.
+            frame: the constructor's frame, if it is not the caller's.
+            logger: whether to log them.
 
         Raises:
-            ConfigurationError: for a name that the constructor does not take, or that is ignored too.
+            ConfigurationError: the constructor does not take a name, or the name is also ignored.
         """
         skip = [ignore] if isinstance(ignore, str) else list(ignore or ())
         if len(names) == 1 and not isinstance(names[0], str):
@@ -179,19 +179,19 @@ class HParamsMixin:
 
     @property
     def hparams(self) -> HParams:
-        """What ``save_hyperparameters`` kept."""
+        """The hyperparameters kept by ``save_hyperparameters``."""
         kept: HParams = self.__dict__.setdefault("_hparams", HParams())
         return kept
 
     @property
     def hparams_initial(self) -> HParams:
-        """What ``save_hyperparameters`` kept, without later changes of ``hparams``; a copy."""
+        """A copy of what ``save_hyperparameters`` kept, without later changes of ``hparams``."""
         return HParams({name: _kept(value) for name, value in self.__dict__.get("_hparams_initial", {}).items()})
 
 
 def _kept(value: Any) -> Any:
-    """A value that later changes do not reach: a copy of a container; other objects are themselves."""
-    with suppress(Exception):  # of objects in it that cannot be copied
+    """A copy of a container, which later changes do not affect; any other object itself."""
+    with suppress(Exception):  # it may contain objects that cannot be copied
         return copy.deepcopy(value) if isinstance(value, (dict, list, set)) else value
     return value
 

@@ -1,4 +1,4 @@
-"""Names that are imported when they are first asked for, module paths of other libraries, second names of packages."""
+"""Lazy imports: names imported at first use, module paths of other libraries, and aliases of packages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["alias_package", "find_names", "lazy_names", "other_names"]
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package whose names are imported when they are first used.
+    """The ``__getattr__`` and ``__dir__`` of a package whose names are imported at first use.
 
     Args:
         package: its ``__name__``.
-        homes: by name the module in it; ``".x.y"`` is the module ``x.y`` beside it.
+        homes: for each name, its module in the package; ``".x.y"`` is the module ``x.y`` beside the package.
 
     Example:
         >>> find, names = lazy_names("urllib", {"urlparse": "parse"})
@@ -40,13 +40,13 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
 
 
 def find_names(package: str, tables: Sequence[str]) -> None:
-    """Let the module paths and names of other libraries be imported from a package.
+    """Make module paths and names of other libraries importable from a package.
 
-    Each table is a module with three constants. ``LIBRARY`` names the library. ``PATHS`` has, by module path in it, the
-    names there and their homes: ``{"utilities.types": {"STEP_OUTPUT": "compat.types:STEP_OUTPUT"}}``, all relative to
-    the package. ``ELSEWHERE`` has the names that are missing here, with what to use instead: ``"Fabric"``, or with its
-    path, ``"cli.Fabric"``. A module that exists comes before one in a table; `other_names` gives it the names of its
-    path. A path at which the package has a function lists the function as ``__call__``: the module is called like it.
+    Each table is a module with three constants. ``LIBRARY`` names the library. ``PATHS`` maps each module path to its
+    names and where they are defined: ``{"utilities.types": {"STEP_OUTPUT": "compat.types:STEP_OUTPUT"}}``, all relative
+    to the package. ``ELSEWHERE`` maps each missing name, ``"Fabric"`` or with its path ``"cli.Fabric"``, to what to use
+    instead. An existing module takes precedence over a path in a table; with `other_names` it has the names of that
+    path too. A path with an entry ``__call__`` is a module that can be called like that function.
 
     Args:
         package: its ``__name__``.
@@ -57,7 +57,7 @@ def find_names(package: str, tables: Sequence[str]) -> None:
 
 
 def other_names(module: str) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a module that may have names of other libraries, or is asked for those that it lacks.
+    """A ``__getattr__`` for a module: resolves names of other libraries, and suggests a fix for unknown ones.
 
     Args:
         module: its ``__name__``.
@@ -73,7 +73,7 @@ def other_names(module: str) -> Callable[[str], Any]:
 
     def find(name: str) -> Any:
         finder = _FINDERS.get(module.partition(".")[0])
-        if finder is None or name.startswith("__"):  # Python asks every module for some of these
+        if finder is None or name.startswith("__"):  # Python looks some of these up in every module
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return finder.get(module, name)
 
@@ -83,8 +83,8 @@ def other_names(module: str) -> Callable[[str], Any]:
 def alias_package(alias: str, package: str) -> None:
     """Make ``alias`` another name of ``package`` and its modules.
 
-    A package that is imported under two names exists twice, and ``isinstance`` fails between the two copies. The
-    importing module calls this first: what is imported by its name afterwards is ``package`` itself.
+    A package imported under two names exists twice, and ``isinstance`` fails between the copies. The alias calls this
+    before any other import; imports under its name then return the modules of ``package``.
 
     Args:
         alias: the ``__name__`` under which the package is being imported.
@@ -96,7 +96,7 @@ def alias_package(alias: str, package: str) -> None:
 
 @final
 class _Alias(MetaPathFinder, Loader):
-    """Finds the modules of an alias: each is the package's own."""
+    """Finds the modules of an alias: each is the module of the real package."""
 
     def __init__(self, alias: str, package: str) -> None:
         self._alias, self._package = alias, package
@@ -111,7 +111,7 @@ class _Alias(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The import system has given the module the alias's spec: put its own back.
+        # The import system has replaced the module's spec by the alias's: restore it.
         alias = module.__spec__
         assert alias is not None
         module.__spec__ = self._specs.pop(alias.name)
@@ -119,7 +119,7 @@ class _Alias(MetaPathFinder, Loader):
 
 @final
 class _OtherPaths(MetaPathFinder, Loader):
-    """Finds the modules of the tables of `find_names`, and answers for those that exist nowhere."""
+    """Finds the modules in the tables of `find_names`; its errors for unknown modules suggest a fix."""
 
     def __init__(self, package: str, tables: Sequence[str]) -> None:
         self._package, self._names = package, tables
@@ -130,7 +130,7 @@ class _OtherPaths(MetaPathFinder, Loader):
 
     @cached_property
     def paths(self) -> dict[str, dict[str, str]]:
-        """By module path the homes of its names, of all tables."""
+        """The merged ``PATHS`` of all tables."""
         merged: dict[str, dict[str, str]] = {}
         for table in self._tables:
             for path, homes in table.PATHS.items():
@@ -143,8 +143,8 @@ class _OtherPaths(MetaPathFinder, Loader):
             return None
         if fullname[len(self._package) + 1 :] in self.paths:
             return ModuleSpec(fullname, self, is_package=True)
-        # `from module import name` comes here after `__getattr__`, whose text Python drops. It drops this one as well
-        # if the error has the name of the module that is being imported.
+        # `from module import name` calls this after `__getattr__`, whose message Python discards. It discards this one
+        # too if the error names the module that is being imported.
         raise ModuleNotFoundError(self._missing(module, name), name=module)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -155,10 +155,10 @@ class _OtherPaths(MetaPathFinder, Loader):
         vars(module).update(__getattr__=other_names(module.__name__), __all__=names, __dir__=lambda: names)
 
     def get(self, module: str, name: str) -> Any:
-        """A name of a module: by its home, or the module below it.
+        """Look up a name of a module: an entry of a table, or a submodule.
 
         Raises:
-            AttributeError: there is none, with what to use.
+            AttributeError: there is none; the message suggests a fix.
         """
         home = self._homes(module).get(name)
         if home is not None:
@@ -193,7 +193,7 @@ _FINDERS: dict[str, _OtherPaths] = {}
 
 @final
 class _Names(ModuleType):
-    """A module of a table; where the package has a function of its name, it is called like the function."""
+    """A module from a table; it can be called if the table has a function for its path."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         finder = _FINDERS[self.__name__.partition(".")[0]]

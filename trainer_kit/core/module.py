@@ -1,4 +1,4 @@
-"""`TrainModule`: a model together with how it is trained."""
+"""`TrainModule`: a model together with its training code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __getattr__ = other_names(__name__)
 
 
 class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
-    """A model, its steps, its optimizers.
+    """A model with its steps and optimizers.
 
     Override ``training_step`` and ``configure_optimizers``; everything else is optional. Hooks are described in
     ``trainer_kit.core.hooks``.
@@ -60,45 +60,45 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         *("local_rank", "logger", "loggers", "trainer"),
     )
     strict_loading: bool = True
-    """Whether a checkpoint must hold exactly the module's keys."""
+    """Whether the keys of a checkpoint must match the module's exactly."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Straight into __dict__: these are never parameters, and nn.Module's own __setattr__ is slow to read past.
+        # Set in __dict__, without nn.Module.__setattr__, which is slow: it is never a parameter.
         self.__dict__["_trainer"] = None
 
     # -- what users define ---------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One micro-batch: returns the loss, a dict with ``"loss"`` (or one loss per named optimizer), or None to skip.
+        """Compute the loss of a micro-batch: return it, a dict with ``"loss"`` (or one per named optimizer), or None.
 
-        Define it as ``training_step(self, batch, batch_idx)``: what the loader yields, on the device, and its position
-        in the epoch, from 0.
+        None skips the batch. Define it as ``training_step(self, batch, batch_idx)``: the loader's batch, on the device,
+        and its index in the epoch, from 0.
         """
         rank_zero_warn("TrainModule.training_step has no default: it returns None, and None trains nothing")
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One validation batch, without gradients.
+        """Evaluate one validation batch, without gradients.
 
         Define it as ``validation_step(self, batch, batch_idx)``, with a third ``dataloader_idx`` for several loaders.
         """
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """One test batch, without gradients; arguments as in ``validation_step``."""
+        """Evaluate one test batch, without gradients; arguments as in ``validation_step``."""
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """One prediction batch; by default ``self(batch)``. Arguments as in ``validation_step``."""
+        """Predict one batch; by default ``self(batch)``. Arguments as in ``validation_step``."""
         return self(batch)
 
     def configure_optimizers(self) -> Any:
-        """The optimizers: one, a list, ``([optimizers], [schedulers])``, a dict, named ``{name: ...}``, or None."""
+        """Return one optimizer, a list, ``([optimizers], [schedulers])``, a dict, named ``{name: ...}``, or None."""
         rank_zero_warn("TrainModule.configure_optimizers has no default: it returns None, and nothing is stepped")
 
     def configure_model(self) -> None:
-        """Build layers here to have them made on the right device, in the right dtype, or sharded."""
+        """Build layers here to create them on the right device, in the right dtype, or sharded."""
 
     def configure_parallel(self, mesh: Any) -> ParallelPlan | None:
-        """How the module may be split over processes; asked by strategies that split it.
+        """Return how the module may be split over processes; called by strategies that split it.
 
         Args:
             mesh: the ``DeviceMesh``, with axes ``pp``, ``dp_replicate``, ``dp_shard``, ``cp`` and ``tp``.
@@ -106,13 +106,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return None
 
     def configure_callbacks(self) -> Any:
-        """Callbacks that belong to this module; one of the Trainer's of the same class is replaced."""
+        """Return the callbacks of this module; each replaces the Trainer's callbacks of the same class."""
         return []
 
     def loss_weight(self, batch: Any) -> float | Tensor:
-        """How much this batch's loss weighs in the step's mean; by default its number of samples.
+        """Return the weight of this batch's loss in the mean of a step; by default its number of samples.
 
-        Return the number of tokens (or of unmasked targets) when the loss is a mean over those.
+        Return the number of tokens (or of unmasked targets) if the loss is a mean over them.
         """
         raise ConfigurationError(
             "loss_weight has no default that super() could call",
@@ -126,11 +126,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
     ) -> None:
-        """Step one optimizer; the closure returns the loss that is already computed."""
+        """Step one optimizer; the closure returns the loss, which is already computed."""
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Drop the gradients of one optimizer."""
+        """Clear the gradients of one optimizer."""
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any | None) -> None:
@@ -174,21 +174,21 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             name: the metric's name.
             value: a number, a tensor of one element, or a metric object with ``compute()``.
             prog_bar: show it in the progress bar.
-            logger: hand it to the loggers (default: yes).
+            logger: send it to the loggers (default: yes).
             on_step: log the value of single steps (default: only in training hooks of a batch).
             on_epoch: log the epoch's reduction (default: everywhere but in ``training_step`` and batch hooks).
             reduce_fx: ``"mean"`` (weighted by batch size), ``"sum"``, ``"min"``, ``"max"``, or a function of the
                 stacked values, shape (n,).
-            enable_graph: accepted for Lightning's sake; values are always detached.
+            enable_graph: accepted for compatibility with Lightning; values are always detached.
             sync_dist: reduce over all ranks at the flush (default); False keeps each rank's own value.
-            sync_dist_group: accepted for Lightning's sake; the data ranks are used.
+            sync_dist_group: accepted for compatibility with Lightning; the data ranks are used.
             add_dataloader_idx: append ``/dataloader_idx_N`` with several evaluation loaders.
             batch_size: the weight of this value in the mean; by default the batch's own size or ``loss_weight``.
-            metric_attribute: accepted for Lightning's sake.
-            rank_zero_only: recorded on rank 0 only.
+            metric_attribute: accepted for compatibility with Lightning; not used.
+            rank_zero_only: record on rank 0 only.
 
         Raises:
-            LogError: for a value that is no scalar, or a name that was used with other options in the same hook.
+            LogError: the value is not a scalar, or the same hook logged the name with other options.
         """
         trainer = self.__dict__["_trainer"]
         if trainer is None:
@@ -209,7 +209,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         )
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """`log` for each entry, with the same options."""
+        """Call `log` for each entry, with the same options."""
         for name, value in dictionary.items():
             self.log(name, value, *args, **kwargs)
 
@@ -235,12 +235,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             module.__dict__["_trainer"] = trainer
 
     def own_modules(self) -> Iterator[TrainModule]:
-        """This module, and every `TrainModule` inside it: they share the Trainer, and with it epoch, step and `log`."""
+        """This module and every `TrainModule` inside it; they share the Trainer, and so epoch, step and `log`."""
         return (module for module in self.modules() if isinstance(module, TrainModule))
 
     @property
     def device(self) -> torch.device:
-        """Where the module lives."""
+        """The device of the module."""
         for tensor in (*self.parameters(), *self.buffers()):
             return tensor.device
         trainer = self.__dict__["_trainer"]
@@ -297,7 +297,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return [] if trainer is None else trainer.loggers
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack tensors in ``data`` over the data ranks: (ranks, *shape); one rank's stay. Every rank must call it."""
+        """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
         if group is not None:
             raise ConfigurationError("all_gather goes over the data ranks", found="a group", fix="leave group out")
         return self.trainer.all_gather(data, sync_grads=sync_grads)
@@ -305,17 +305,17 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     # -- optimization --------------------------------------------------------------------------------------------
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:
-        """The optimizer, or the list of them. In manual optimization their ``step`` goes through the strategy."""
+        """The optimizer, or a list of several. In manual optimization their ``step`` goes through the strategy."""
         made = self.trainer.manual_optimizers if use_pl_optimizer else self.trainer.optimizers
         return made[0] if len(made) == 1 else list(made)
 
     def lr_schedulers(self) -> Any:
-        """The scheduler, the list of them, or None."""
+        """The scheduler, a list of several, or None."""
         made = [config.scheduler for config in self.trainer.lr_scheduler_configs]
         return None if not made else made[0] if len(made) == 1 else made
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Backward in manual optimization: weighted, scaled and synchronised as the automatic one is."""
+        """Run backward in manual optimization: weighted, scaled and synchronised as in automatic optimization."""
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(
@@ -324,9 +324,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the gradients of one optimizer by ``"norm"`` or ``"value"``; what is None is as the Trainer has it.
+        """Clip the gradients of one optimizer by ``"norm"`` or ``"value"``; None uses the Trainer's setting.
 
-        A Trainer without ``gradient_clip_val`` clips nothing, and its algorithm is ``"norm"``.
+        Without ``gradient_clip_val`` in either place this does nothing; the default algorithm is ``"norm"``.
         """
         self.trainer.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -347,7 +347,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     @contextmanager
     def toggled_optimizer(self, optimizer: Any) -> Iterator[None]:
-        """`toggle_optimizer` for the length of a ``with`` block."""
+        """A context with `toggle_optimizer` at its start and `untoggle_optimizer` at its end."""
         self.toggle_optimizer(optimizer)
         try:
             yield
@@ -355,12 +355,12 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             self.untoggle_optimizer(optimizer)
 
     def freeze(self) -> Any:
-        """No parameter requires a gradient, and everything is in evaluation mode; returns the module."""
+        """Disable gradients of all parameters, and set evaluation mode; returns the module."""
         self.requires_grad_(False)
         return self.eval()
 
     def unfreeze(self) -> Any:
-        """Every parameter requires a gradient, and everything is in training mode; returns the module."""
+        """Enable gradients of all parameters, and set training mode; returns the module."""
         self.requires_grad_(True)
         return self.train()
 
@@ -386,9 +386,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             map_location: the device to put the module on.
             hparams_file: a YAML, JSON or CSV file of hyperparameters, in place of the checkpoint's.
             strict: whether keys must match exactly (default: ``strict_loading``).
-            weights_only: accepted for Lightning's sake; a file that needs more than ``torch.load(weights_only=True)``
-                is refused with any value.
-            kwargs: constructor arguments; they win over the checkpoint's.
+            weights_only: accepted for compatibility with Lightning; a file that ``torch.load(weights_only=True)``
+                cannot read is refused in any case.
+            kwargs: constructor arguments; they take precedence over the checkpoint's.
         """
         overridden = cls.on_load_checkpoint is not ModuleHooks.on_load_checkpoint
         state = READERS.get("module")(checkpoint_path, whole=overridden)
@@ -410,16 +410,16 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def to_torchscript(
         self, file_path: Any = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
     ) -> Any:
-        """The module as TorchScript, in evaluation mode; new programs use ``torch.export``.
+        """Convert the module to TorchScript, in evaluation mode; new code should use ``torch.export``.
 
         Args:
-            file_path: where to save it; None: nowhere.
+            file_path: the file to save it to; None: do not save it.
             method: ``"script"`` compiles ``forward``, ``"trace"`` records it.
             example_inputs: for a trace; by default ``example_input_array``.
-            kwargs: for ``torch.jit.script`` or ``torch.jit.trace``.
+            kwargs: options of ``torch.jit.script`` or ``torch.jit.trace``.
 
         Raises:
-            ConfigurationError: for another method, or a trace without inputs.
+            ConfigurationError: the method is unknown, or a trace has no inputs.
         """
         if method not in ("script", "trace"):
             raise ConfigurationError('method is "script" or "trace"', found=f"method={method!r}")
@@ -440,13 +440,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
         state["_trainer"] = None  # a copy of the module is not a copy of the run
-        state.pop("log", None)  # what a compiled run puts over the method
+        state.pop("log", None)  # a compiled run overrides the method on the instance
         return state
 
 
 @contextmanager
 def _evaluated(module: nn.Module) -> Iterator[None]:
-    """In evaluation mode inside; afterwards each submodule is in its own mode again."""
+    """Set evaluation mode inside the context; afterwards restore the mode of each submodule."""
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -458,12 +458,12 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_run(module: TrainModule) -> Iterator[None]:
-    """Without the attributes that are no part of the model, for a compiler that reads the type of each."""
+    """Remove the attributes that are not part of the model: TorchScript inspects the type of each attribute."""
     states = [part.__dict__ for part in module.own_modules()]
     names = ("_trainer", "automatic_optimization", "example_input_array", "strict_loading")
     kept = [{name: state.pop(name) for name in names if name in state} for state in states]
     for state in states:
-        state["_trainer"] = object()  # every property is read, and without a Trainer some are errors
+        state["_trainer"] = object()  # the compiler reads every property, and some raise without a Trainer
     try:
         yield
     finally:

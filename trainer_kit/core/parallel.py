@@ -1,4 +1,4 @@
-"""How a module may be split over processes. The module says how; the strategy says over how many."""
+"""Plans of how a module may be split over processes. The strategy decides over how many."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["ContextPlan", "ParallelPlan", "PipelinePlan", "is_divided"]
 
 
 def is_divided(module: nn.Module) -> bool:
-    """Whether a rank holds parts of parameters only, as ``DTensor`` or under DeepSpeed: a forward needs every rank.
+    """Whether parameters are sharded (``DTensor`` or DeepSpeed), so that a forward needs every rank.
 
     Example:
         >>> is_divided(nn.Linear(1, 1))
@@ -24,17 +24,17 @@ def is_divided(module: nn.Module) -> bool:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ContextPlan:
-    """Which dimensions of a batch are the sequence: each context rank gets its part of them.
+    """The sequence dimensions of a batch, along which each context rank gets its part.
 
-    Parts are contiguous: rank r of n has positions ``r * length / n`` and on. Targets that are the inputs moved by one
-    are moved in the data, not in the step: a part does not know the first token of the next.
+    Parts are contiguous: the part of rank r of n starts at position ``r * length / n``. Shift next-token targets in the
+    data, not in the step: a part does not contain the first token of the next part.
 
     Args:
-        dims: the dimension of the sequence, for every tensor of a batch that has it; or by key (for a dict) or index
-            (for a tuple or list), and then all others are whole on every rank.
-        positions: a key of a dict batch under which the module expects the positions, int64, shape (1, part's length);
-            filled in where the batch has none. Modules that count positions themselves take the part's first one from
-            the mesh that ``configure_parallel`` is given.
+        dims: the sequence dimension of every tensor that has it; or one by key (for a dict) or index (for a tuple or
+            list), and then every rank gets all other tensors whole.
+        positions: the key of a dict batch under which the module expects the positions, int64, shape (1, part's
+            length); filled in if the batch has none. A module that computes positions itself gets the first one of
+            its part from the mesh passed to ``configure_parallel``.
 
     Example:
         >>> ContextPlan(dims={"input_ids": 1, "labels": 1}, positions="position_ids").positions
@@ -48,20 +48,20 @@ class ContextPlan:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ParallelPlan:
-    """What ``TrainModule.configure_parallel`` returns.
+    """The result of ``TrainModule.configure_parallel``: how the module is split.
 
     Args:
-        tensor: for tensor parallel: how layers are split, by the name that each has in the module (``*`` matches one
-            part of a name, as in ``"net.blocks.*.q"``). Values are words, or styles of
+        tensor: for tensor parallel: how each layer is split, by its name in the module (``*`` matches one
+            component of a name, as in ``"net.blocks.*.q"``). Values are words, or styles of
             ``torch.distributed.tensor.parallel``; the words are those of Hugging Face's plans: ``"colwise"``,
-            ``"rowwise"``, ``"colwise_rep"`` (its output is gathered), ``"rowwise_rep"`` (its input is whole, as an
-            embedding's is), ``"sequence_parallel"`` (a norm), ``"replicated_with_grad_allreduce"`` (used on a part of
-            the activations). Or the name of a preset: ``"llama"``, ``"gpt"``, ``"mlp"``. None: a Hugging Face model's
-            own plan.
-        sequence_parallel: split what is between the split layers along the sequence; for presets.
-        loss_parallel: leave logits split over the vocabulary, also in the cross entropy; for presets.
-        context: for context parallel: where the sequence is in a batch.
-        pipeline: for pipeline parallel: how the model becomes stages.
+            ``"rowwise"``, ``"colwise_rep"`` (its output is gathered), ``"rowwise_rep"`` (its input is replicated, as an
+            embedding's is), ``"sequence_parallel"`` (a norm), ``"replicated_with_grad_allreduce"`` (applied to a part
+            of the activations). Or the name of a preset: ``"llama"``, ``"gpt"``, ``"mlp"``. None: a Hugging Face
+            model's own plan.
+        sequence_parallel: shard activations between the split layers along the sequence; for presets.
+        loss_parallel: keep logits sharded over the vocabulary, also in the cross entropy; for presets.
+        context: for context parallel: the sequence dimensions of a batch.
+        pipeline: for pipeline parallel: how the model is split into stages.
 
     Example:
         >>> ParallelPlan(tensor={"net.0": "colwise", "net.2": "rowwise"}).sequence_parallel
@@ -78,19 +78,19 @@ class ParallelPlan:
 @final
 @dataclass(frozen=True, kw_only=True)
 class PipelinePlan:
-    """How a model becomes the stages of a pipeline. Its ``forward`` and the module's steps stay as they are.
+    """How a model is split into pipeline stages. Its ``forward`` and the module's steps do not change.
 
-    The model runs blocks one after the other, each once (a ``ModuleList`` or ``Sequential``); what is around them
-    belongs to the first stage (embeddings) or to the last (norm, head).
+    The model runs its blocks in sequence, each once (a ``ModuleList`` or ``Sequential``); the modules around them
+    belong to the first stage (embeddings) or to the last (norm, head).
 
     Args:
-        model: the submodule that becomes stages; "" for the module itself, None for the only one with parameters.
-            Steps call it as a whole, once.
+        model: the submodule to split; "" for the module itself, None for the only one with parameters.
+            A step calls it as a whole, once.
         split_points: names in the model of the blocks at which the second and later stages begin, as in
             ``["layers.4"]``; ``"auto"`` divides the largest list of blocks by number of parameters.
         first: names of modules defined after the blocks but executed before them.
         last: names of modules defined before the blocks but executed after them.
-        everywhere: names of modules with nothing to train that each stage needs a copy of (tables of rotations).
+        everywhere: names of modules without trainable parameters that every stage needs (such as rotary embeddings).
 
     Example:
         >>> PipelinePlan(model="net", split_points=["layers.2", "layers.4"]).first

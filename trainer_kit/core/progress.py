@@ -1,4 +1,4 @@
-"""How far a run is, as counts of completed things, and lengths of training in those counts."""
+"""The progress of a run, as counts of completed epochs, batches and steps, and durations in those units."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Progress:
     """Completed epochs, batches, optimizer steps, samples and tokens of a fit.
 
     Attributes:
-        epoch: epochs finished. Within epoch e (counted from 0) this is e.
+        epoch: completed epochs. Within epoch e (counted from 0) this is e.
         batch: micro-batches trained on, as the loader of this rank yields them.
-        step: turns of the loop: one optimizer step each (in manual optimization: one batch each).
+        step: optimizer steps (in manual optimization: batches), one per iteration of the loop.
         samples: samples trained on, over all ranks.
-        tokens: tokens trained on, over all ranks, where a ``GradientAccumulation`` or ``max_duration`` in tokens asks.
-        epoch_batch: micro-batches finished in the running epoch.
-        seconds: seconds spent training, over all sittings.
+        tokens: tokens trained on, over all ranks; counted if ``GradientAccumulation`` or ``max_duration`` needs them.
+        epoch_batch: micro-batches completed in the running epoch.
+        seconds: training time, including the time before a resume.
 
     Example:
         >>> p = Progress(epoch=1, step=20)
@@ -45,10 +45,10 @@ class Progress:
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def load_state_dict(self, state: dict[str, int | float]) -> None:
-        """Take over the counts of ``state``; a count that an older state lacks stays as it is.
+        """Restore the counts of ``state``; a count that an older state lacks is unchanged.
 
         Raises:
-            ValueError: for what is no count.
+            ValueError: a value is not a count.
         """
         for field in fields(self):
             value = state.get(field.name, 0)
@@ -108,7 +108,7 @@ class Duration:
 
     @property
     def counter(self) -> str:
-        """The field of ``Progress`` that this duration is held against."""
+        """The field of ``Progress`` that this duration is compared with."""
         if self.unit == "dur":
             raise DurationError("a fraction of the run has no counter", found=str(self), fix='count in a unit: "500ba"')
         return _COUNTER[self.unit]

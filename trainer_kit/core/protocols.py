@@ -1,7 +1,7 @@
-"""What modules, callbacks, the Trainer, loggers and process groups look like from outside.
+"""The interfaces of modules, callbacks, the Trainer, loggers and process groups.
 
-The rooms type against these, so that no import points upward. The contracts of strategies and precisions are abstract
-classes in their own rooms: `trainer_kit.strategies.strategy` and `trainer_kit.precision.precision`.
+Packages use these types, so that none imports a package of a higher level. The interfaces of strategies and precisions
+are abstract classes: `trainer_kit.strategies.strategy` and `trainer_kit.precision.precision`.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ __all__ = [
 
 @runtime_checkable
 class Logger(Protocol):
-    """Anything that can be handed metrics. Only this one method is needed.
+    """A destination of metrics. Only ``log_metrics`` is required.
 
-    Optional, called where they exist: ``log_hyperparams(params: dict)``, ``after_save_checkpoint(path)``,
-    ``save()``, ``finalize(status: "success" | "failed" | "interrupted")``, and the attributes ``name``, ``version``
-    and ``log_dir``. Only rank 0 calls them, on a thread that the logger alone has: what raises or blocks there does not
-    reach training (`trainer_kit.loggers.delivery`). With ``writes_alone = True`` modules and callbacks, too, reach it
-    on rank 0 alone: on the others they are handed what takes every call and writes nothing.
+    Optional methods: ``log_hyperparams(params: dict)``, ``after_save_checkpoint(path)``, ``save()`` and
+    ``finalize(status: "success" | "failed" | "interrupted")``; optional attributes: ``name``, ``version`` and
+    ``log_dir``. Only rank 0 calls the methods, on a thread of this logger: an error or a delay there does not affect
+    training (`trainer_kit.loggers.delivery`). With ``writes_alone = True``, modules and callbacks on other ranks get a
+    `DummyLogger` in its place.
     """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take values that are already reduced and on the host."""
+        """Log values that are already reduced and on the host."""
 
 
 class MicroSteps(Protocol):
-    """The micro-batches of one window, as the engine hands them to a strategy: order is all that a strategy decides."""
+    """The micro-batches of one window, as the loop passes them to a strategy, which decides only their order."""
 
     count: int
     first: int
-    """The first one's number in its epoch."""
+    """The index of the first one in its epoch."""
     started: int
-    """How many optimizer steps were completed when the window began."""
+    """The number of optimizer steps completed before this window."""
     batch: Any
     earlier: Any
-    """The last batch before those that this rank does not have."""
+    """The last batch of this rank before its padding batches."""
     outputs: Any
     contributed: bool
 
@@ -64,16 +64,16 @@ class MicroSteps(Protocol):
         """Move the batch and call ``on_train_batch_start``."""
 
     def forward(self, index: int) -> Any | None:
-        """Run the user's step; returns the loss as backward wants it, or None where there is nothing to add."""
+        """Run the user's step; returns the weighted and scaled loss, or None if the step returned none."""
 
     def backward(self, index: int, loss: Any) -> None:
-        """Backward, with its hooks."""
+        """Run backward, with its hooks."""
 
     def end(self, index: int) -> None:
-        """Count the batch; ``on_train_batch_end``, except for the last, whose comes after the optimizer step."""
+        """Count the batch; call ``on_train_batch_end``, except for the last: its hook follows the optimizer step."""
 
     def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
-        """Go back to a micro-batch that has begun, for strategies that have several under way."""
+        """Make a micro-batch that has begun the current one, for strategies that interleave several."""
 
     def dry_run(self, batch: Any, index: int) -> Any:
         """Run the user's step on a batch without hooks and without logging."""
@@ -83,11 +83,11 @@ class MicroSteps(Protocol):
         """Whether any callback or the module overrides ``on_before_backward`` or ``on_after_backward``."""
 
     def start_gradients(self) -> None:
-        """Drop the gradients of the window before, for strategies that run backward themselves."""
+        """Clear the gradients of the previous window, for strategies that run backward themselves."""
 
 
 class Group(Protocol):
-    """Processes that talk to each other. Every rank of the group must make the same calls in the same order."""
+    """A group of processes. Every rank of the group must make the same calls in the same order."""
 
     rank: int
     size: int
@@ -99,36 +99,36 @@ class Group(Protocol):
         """Stack over the ranks: shape (size, *tensor.shape)."""
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """One small picklable value from every rank, in rank order."""
+        """Gather one small picklable value from every rank, in rank order."""
 
     def gather_object(self, value: Any) -> list[Any] | None:
-        """One picklable value from every rank, in rank order, on the first; None on the others."""
+        """Gather one picklable value from every rank on rank 0, in rank order; None on the others."""
 
     def broadcast(self, value: Any, source: int = 0) -> Any:
-        """A tensor (in place), or one small picklable value, from rank ``source``."""
+        """Broadcast a tensor (in place), or one small picklable value, from rank ``source``."""
 
     def barrier(self) -> None:
         """Wait for every rank."""
 
     def agree(self, values: list[float]) -> list[list[float]]:
-        """A few numbers of every rank, one row a rank, on a CPU group: no device is synchronised."""
+        """Gather a few numbers of every rank, one row per rank, on a CPU group, so that no device is synchronised."""
 
     def side_group(self, recreate: bool = False) -> Any:
         """A torch group of the same processes for CPU tensors, used for control traffic and never by training.
 
-        Collective: every process makes the first call at the same time. None for one process.
-        ``recreate``, on every process: make a new one after a timeout.
+        The first call is collective. None for one process.
+        ``recreate``: make a new group after a timeout; a collective call.
         """
 
 
 class CheckpointRequest(Protocol):
-    """What a callback asks of the loop: one checkpoint of the step it is in, after everything of that step.
+    """A callback's request for one checkpoint of the current step, saved after everything else of that step.
 
-    Optional: ``failed(path)``, called in place of ``saved`` where the storage failed and training continues;
-    ``next_try: str``, when the callback will ask again, for the line that says so; and ``committed(path)``, called on
-    rank 0 the moment the checkpoint is durable, in the thread that wrote it: there files may be touched, and nothing
-    that training uses. It may return a line for the user. ``not_finite()`` is called there just before, where the saved
-    weights are NaN or infinite: nothing with finite ones should give way to them.
+    Optional: ``failed(path)`` is called in place of ``saved`` if the storage failed and training continues.
+    ``next_try: str`` is the time of the callback's next request, for that message. ``committed(path)`` is called on
+    rank 0 as soon as the checkpoint is durable, in the thread that wrote it: it may change files, but nothing that
+    training uses, and may return a line for the user. ``not_finite()`` is called before it if saved weights are NaN or
+    infinite: such a checkpoint should not replace one with finite weights.
     """
 
     reason: str
@@ -136,23 +136,23 @@ class CheckpointRequest(Protocol):
     weights_only: bool
 
     def saved(self, path: Location) -> None:
-        """The checkpoint exists, durably. Called between two steps, soon after it does, on every rank."""
+        """Called on every rank, between two steps, soon after the checkpoint is durable."""
 
 
 @runtime_checkable
 class SetsAccumulation(Protocol):
-    """A callback that decides how many micro-batches a window has, as `GradientAccumulation`; the first one counts."""
+    """A callback that sets the micro-batches per window, such as `GradientAccumulation`; the first one is used."""
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """The micro-batches of a window in this epoch."""
+        """The number of micro-batches per window in this epoch."""
 
 
 @runtime_checkable
 class SplitsBatches(Protocol):
-    """A callback that lets the loop repeat a step that ran out of memory in parts, as `AutoMicroBatch`."""
+    """A callback that makes the loop repeat a step with split batches if memory ran out, such as `AutoMicroBatch`."""
 
     parts: int
-    """Into how many parts each batch is divided; the loop writes it."""
+    """The number of parts of each batch; the loop sets it."""
 
     @property
     def splits_batches(self) -> bool: ...
@@ -160,7 +160,7 @@ class SplitsBatches(Protocol):
 
 @runtime_checkable
 class ReplaysSteps(Protocol):
-    """A callback that lets the loop run steps again and compare them, as `ReplayCheck`."""
+    """A callback that makes the loop run steps twice and compare them, such as `ReplayCheck`."""
 
     @property
     def replays_every(self) -> int:
@@ -169,15 +169,15 @@ class ReplaysSteps(Protocol):
 
 @runtime_checkable
 class LeavesOutSteps(Protocol):
-    """A callback that lets the loop go back before a step that is not finite, as `NaNGuard`."""
+    """A callback that makes the loop rewind before a step with a non-finite loss, such as `NaNGuard`."""
 
     @property
     def non_finite(self) -> tuple[str, int, int, list[int]]:
-        """Policy, steps before the bad one, limit, and the list of left-out steps that the loop fills."""
+        """Policy, steps to rewind before the bad step, limit, and the list that the loop fills with skipped steps."""
 
 
 class ModuleLike(Protocol):
-    """A ``TrainModule`` as callbacks see it: an ``nn.Module`` with ``log``, ``hparams`` and the rest."""
+    """A ``TrainModule`` as callbacks see it: an ``nn.Module`` with ``log``, ``hparams`` and so on."""
 
     @property
     def log(self) -> Callable[..., None]:
@@ -188,7 +188,7 @@ class ModuleLike(Protocol):
 
 
 class TrainerLike(Protocol):
-    """A ``Trainer`` as modules and callbacks see it: what it is asked for, and the few calls that change a run."""
+    """A ``Trainer`` as modules and callbacks see it: its state, and the calls that change a run."""
 
     should_stop: bool
     datamodule: Any
@@ -241,7 +241,7 @@ class TrainerLike(Protocol):
     def current_epoch(self) -> int: ...
     @property
     def epoch_is_whole(self) -> bool:
-        """In ``on_train_epoch_end``: whether the epoch is over; a run that ends inside it continues there."""
+        """In ``on_train_epoch_end``: whether the epoch is complete; False if the run ends inside it."""
 
     @property
     def global_step(self) -> int: ...
@@ -302,7 +302,7 @@ class TrainerLike(Protocol):
     def fast_dev_run(self) -> bool | int: ...
     @property
     def validation_due(self) -> bool:
-        """Whether validation follows at this step; requests of other ranks are not known before they agree."""
+        """Whether validation runs at this step; requests of other ranks are unknown until the ranks agree."""
 
     @property
     def estimated_stepping_batches(self) -> int | float: ...
@@ -326,10 +326,10 @@ class TrainerLike(Protocol):
     def request_validation(self, reason: str) -> None: ...
     @property
     def train_batch_samples(self) -> int | None:
-        """Samples of one micro-batch over all ranks, where they are known beforehand."""
+        """Samples of one micro-batch over all ranks; None if they are not known in advance."""
 
     def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
-        """From the next window on: this many micro-batches an optimizer step.
+        """Accumulate this many micro-batches per optimizer step, from the next window on.
 
         ``measure`` is called with the samples and the weight of the next micro-batch, and sets the number.
         """
@@ -338,7 +338,7 @@ class TrainerLike(Protocol):
         """Print on rank 0, without tearing the progress bar."""
 
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Hand values to every logger at once (rank 0); tensors are read here: a sync point."""
+        """Send values to every logger, on rank 0; this reads tensors, which is a sync point."""
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None: ...
     def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None: ...

@@ -1,12 +1,12 @@
-"""Names of plug-ins: the words that a user may write instead of an object.
+"""Registries of plug-ins: names that a user may write instead of an object.
 
-One `Registry` per kind. A name maps to an object, to a ``"package.module:Name"`` string that is imported when the
-name is first looked up, or to an entry point of an installed package, e.g. in its ``pyproject.toml``::
+Each kind has a `Registry`. A name maps to an object, to a ``"package.module:Name"`` string that is imported at the
+first lookup, or to an entry point of an installed package, for example in its ``pyproject.toml``::
 
     [project.entry-points."trainer_kit.strategies"]
     my-engine = "my_package.strategy:MyStrategy"
 
-Registered names come first: entry points are searched only for names that are not registered.
+Registered names take precedence: entry points are searched only for names that are not registered.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Registry:
     """The names of one kind of plug-in.
 
     Args:
-        kind: what the names stand for, in the singular; messages use it, and the entry point group is
+        kind: the kind of plug-in, in the singular, for messages; the entry point group is
             ``trainer_kit.<kinds>``.
 
     Example:
@@ -47,22 +47,22 @@ class Registry:
         self.kind = kind
         self.group = f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
         self._targets: dict[str, Any] = {}
-        self._own: dict[str, str] = {}  # what the library brings, beneath what users register
+        self._own: dict[str, str] = {}  # the library's defaults; names that users register take precedence
 
     @overload
     def register(self, name: str, target: None = None, *, overwrite: bool = False) -> Callable[[_Target], _Target]: ...
     @overload
     def register(self, name: str, target: Callable[..., Any] | str, *, overwrite: bool = False) -> None: ...
     def register(self, name: str, target: Any = None, *, overwrite: bool = False) -> Any:
-        """Give ``target`` a name; without a target, a decorator that does.
+        """Register ``target`` under a name; without a target, return a decorator that does.
 
         Args:
             name: the word users write.
-            target: a class, a factory, or ``"package.module:Name"``, imported when it is first asked for.
-            overwrite: whether the name may be taken already.
+            target: a class, a factory, or ``"package.module:Name"``, imported at the first lookup.
+            overwrite: whether to replace an existing target.
 
         Raises:
-            RegistryError: the name is taken, or the string cannot be a target.
+            RegistryError: the name is taken, or the string is not of this form.
         """
         if target is None:
 
@@ -75,7 +75,7 @@ class Registry:
         return None
 
     def supply(self, name: str, target: str) -> None:
-        """Give a name its default target; one that a user registers, before or after, comes first."""
+        """Set the default target of a name; a target that a user registers, earlier or later, takes precedence."""
         self._own[name] = target
 
     def get(self, name: str) -> Any:
@@ -92,7 +92,7 @@ class Registry:
         return target
 
     def names(self) -> list[str]:
-        """All names, sorted: registered ones and those of installed packages, which are not imported for this."""
+        """All names, sorted: registered ones and those of installed packages, without importing them."""
         from importlib.metadata import entry_points  # slow to import, and most processes never look
 
         return sorted({*self._targets, *self._own, *(entry.name for entry in entry_points(group=self.group))})

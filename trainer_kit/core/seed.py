@@ -1,4 +1,4 @@
-"""Random state: seeding all of it, and putting it aside."""
+"""Random state: seed, save and restore every global generator."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _last_seed: int | None = None
 
 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
-    """Seed Python, NumPy and torch (all devices), and the order of the data of fits that begin afterwards.
+    """Seed Python, NumPy and torch (all devices), and the data order of later fits.
 
-    A later ``torch.manual_seed`` does not change the order of the data; another call of this function does.
+    A later ``torch.manual_seed`` does not change the data order; another call of this function does.
 
     Args:
-        seed: 0 to 2**32 - 1; drawn from the system when None.
-        workers: accepted for Lightning's sake; loader workers are always seeded from (seed, epoch).
-        verbose: accepted for Lightning's sake; nothing is printed.
+        seed: 0 to 2**32 - 1; None draws one from the system.
+        workers: accepted for compatibility with Lightning; loader workers are always seeded from (seed, epoch).
+        verbose: accepted for compatibility with Lightning; nothing is printed.
 
     Returns:
         The seed.
@@ -45,23 +45,23 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     torch.manual_seed(chosen)
     xla = sys.modules.get("torch_xla")
     if xla is not None and xla._XLAC._xla_runtime_is_initialized():
-        xla.manual_seed(chosen)  # torch seeds every accelerator but this; one that is not up yet takes torch's seed
+        xla.manual_seed(chosen)  # torch does not seed XLA; a runtime that starts later takes torch's seed
     _last_seed = chosen
     return chosen
 
 
 def order_seed() -> int:
-    """The seed of the order of the data where no argument gives one.
+    """The seed of the data order if no argument sets one.
 
-    That of the last `seed_everything`; without such a call torch's own: the last ``torch.manual_seed``, or what torch
-    drew from the system when this process began. Ranks may differ; the caller takes that of rank 0.
+    It is that of the last `seed_everything`; without such a call torch's initial seed: of the last
+    ``torch.manual_seed``, or drawn from the system. Ranks may differ; the caller uses that of rank 0.
     """
-    # torch draws 64 bits where nothing was seeded; records are JSON, whose readers agree on 63.
+    # torch draws 64 bits if nothing was seeded; the value is written to JSON, where 63 bits are portable.
     return torch.initial_seed() % 2**63 if _last_seed is None else _last_seed
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:
-    """Every global generator's state: Python, NumPy, torch on the CPU and on ``device``."""
+    """The state of every global generator: Python, NumPy, torch on the CPU and on ``device``."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         "python": random.getstate(),
@@ -74,7 +74,7 @@ def rng_state(device: torch.device | None = None) -> dict[str, Any]:
 
 
 def _generators(device: torch.device) -> Any:
-    """Who keeps the generator of an accelerator; torch_xla is no module of torch, and its state is a number."""
+    """The module with an accelerator's generator; for XLA a module of torch_xla, whose state is a number."""
     if device.type != "xla":
         return torch.get_device_module(device)
     from torch_xla.core import xla_model
@@ -83,7 +83,7 @@ def _generators(device: torch.device) -> Any:
 
 
 def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> None:
-    """Put `rng_state` back; a part that is missing is left alone."""
+    """Restore the result of `rng_state`; generators missing from it are not changed."""
     if "python" in state:
         version, internal, gauss = state["python"]
         random.setstate((version, tuple(internal), gauss))
@@ -100,7 +100,7 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
 
 @contextmanager
 def preserved_rng(device: torch.device | None = None) -> Iterator[None]:
-    """Whatever is drawn inside is not drawn outside."""
+    """A context that restores the random state at its end."""
     state = rng_state(device)
     try:
         yield

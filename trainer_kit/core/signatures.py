@@ -1,4 +1,4 @@
-"""Checks of a class when it is created, and when it is used: its hooks, and overrides that would never be called."""
+"""Checks of users' classes, when they are created and when they are used: hooks, and overrides without effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 __all__ = ["check_hooks", "check_names", "check_overrides", "leave_out", "takes"]
 
 
-# Hooks of earlier versions of Lightning that are not called any more, and their replacements.
+# Hooks of earlier Lightning versions that are no longer called, and their replacements.
 _FORMER = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
@@ -31,16 +31,16 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 def check_names(cls: type, *specifications: type) -> None:
-    """Refuse methods of ``cls`` whose names are a typing mistake away from a hook or a step, when ``cls`` is created.
+    """Raise `HookError` for a method of ``cls`` whose name looks like a misspelt hook or step, when ``cls`` is created.
 
-    All other checks wait for `check_hooks`: a package may define classes that no program hands to a Trainer.
+    All other checks are in `check_hooks`: a package may define classes that no program passes to a Trainer.
 
     Args:
-        cls: the class that is being created; only what its own body defines is looked at.
-        specifications: the classes that write the hooks out.
+        cls: the class that is being created; only methods of its own body are checked.
+        specifications: the classes that define the hooks.
 
     Raises:
-        HookError: with the nearest known name.
+        HookError: the message has the closest known name.
     """
     hooks = _hooks(specifications)
     for name, method in vars(cls).items():
@@ -52,20 +52,20 @@ def check_names(cls: type, *specifications: type) -> None:
 
 
 def check_hooks(cls: type, *specifications: type) -> None:
-    """Refuse methods that look like hooks and are none, and hooks with wrong parameters, of a class that is used.
+    """Raise `HookError` for unknown hooks, and for hooks with wrong parameters, of a class that is used.
 
-    These are ``on_*`` methods that no specification knows, and hooks that there were once.
+    Unknown hooks are ``on_*`` methods that no specification has, and hooks that Lightning has removed.
 
     Args:
-        cls: the class of an object that a Trainer is given; its bases of this library and of others are not looked at.
-        specifications: the classes that write the hooks out.
+        cls: the class of an object passed to a Trainer; its bases outside of user code are not checked.
+        specifications: the classes that define the hooks.
 
     Raises:
-        HookError: with the nearest known name, or with the parameters that were expected.
+        HookError: the message has the closest known name, or the expected parameters.
     """
     hooks, seen = _hooks(specifications), set[str]()
     users = [base for base in cls.__mro__ if issubclass(base, specifications) and not base.__module__.startswith(_OURS)]
-    # A class may have kept the name of an earlier hook for a method that its own code calls.
+    # A class may use the name of a removed hook for a method that its own code calls.
     methods = [method for base in users for method in vars(base).values() if inspect.isfunction(method)]
     called = {name for method in methods for name in method.__code__.co_names if name != method.__name__}
     for base in users:
@@ -122,7 +122,7 @@ def _meant(name: str, hooks: Collection[str]) -> str | None:
 
 
 def takes(method: Callable[..., Any], count: int) -> bool:
-    """Whether ``method`` can be called with ``count`` positional arguments (names are free, the count is not)."""
+    """Whether ``method`` can be called with ``count`` positional arguments."""
     try:
         inspect.signature(method).bind(*range(count))
     except TypeError:
@@ -136,16 +136,16 @@ _HOOKS: Final = "override a hook (on_train_batch_end, on_validation_end, ...) or
 
 
 def check_overrides(cls: type, root: type) -> None:
-    """Refuse a subclass of a shipped class that overrides what is never called, or a private name of that class.
+    """Refuse a user's subclass of a class of this library that overrides a private or never-called method.
 
-    ``never_called`` of the shipped class maps each name that is never called to what to do instead.
+    ``never_called`` of a class maps each method that is never called to what to do instead.
 
     Args:
         cls: the class of an object that is used.
-        root: the base class that is there to be extended.
+        root: the base class for extensions.
 
     Raises:
-        ConfigurationError: naming the override and the way out.
+        ConfigurationError: the message has the override and the fix.
     """
     bases = [base for base in cls.__mro__ if issubclass(base, root) and base is not root]
     shipped = [base for base in bases if base.__module__.startswith(_OURS)]
@@ -169,6 +169,6 @@ def check_overrides(cls: type, root: type) -> None:
 
 
 def leave_out(callback: Any, hook: str, owner: type) -> None:
-    """Let the bus leave out a hook in which ``owner`` has nothing to do now; a subclass's override stays."""
+    """Disable a hook in which ``owner`` has nothing to do, so that the bus skips it, unless a subclass overrides it."""
     if getattr(type(callback), hook) is getattr(owner, hook):
         setattr(callback, hook, getattr(super(owner, callback), hook))

@@ -10,7 +10,7 @@ __all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
 
 
 class TrainerStatus(StrEnum):
-    """How far an entry point is."""
+    """The status of an entry point."""
 
     INITIALIZING = "initializing"
     RUNNING = "running"
@@ -33,7 +33,7 @@ class TrainerFn(StrEnum):
 
 
 class RunningStage(StrEnum):
-    """What an entry point is doing: in a fit training, the sanity check or validation."""
+    """The current activity of an entry point; in a fit: training, sanity check or validation."""
 
     TRAINING = "train"
     SANITY_CHECKING = "sanity_check"
@@ -48,7 +48,7 @@ class RunningStage(StrEnum):
 
     @property
     def dataloader_prefix(self) -> str:
-        """As in ``val_dataloader`` or ``num_val_batches``."""
+        """The prefix in names such as ``val_dataloader`` or ``num_val_batches``."""
         return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
 
 
@@ -58,8 +58,8 @@ class TrainerState:
 
     Attributes:
         status: whether an entry point runs, and how the last one ended.
-        fn: the entry point that runs or ran last.
-        stage: what it is doing; None between entry points.
+        fn: the running or last entry point.
+        stage: its current activity; None between entry points.
 
     Example:
         >>> TrainerState(TrainerStatus.RUNNING, TrainerFn.FITTING, RunningStage.VALIDATING).stage == "validate"
@@ -72,7 +72,7 @@ class TrainerState:
 
     @property
     def finished(self) -> bool:
-        """Whether the last entry point ended by itself."""
+        """Whether the last entry point ended without an exception or signal."""
         return self.status == TrainerStatus.FINISHED
 
     @property

@@ -1,4 +1,4 @@
-"""Nested batches and tensors: move them to a device, find a rank's part, check that they are finite."""
+"""Nested batches and tensors: move them to a device, get the local shard, check that values are finite."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = [
     "to_float32",
 ]
 
-# Copies to these are finished when the call returns, whatever one asks for; asking has led to wrong values on mps.
+# Copies to these devices always block; a non-blocking copy to mps has given wrong values.
 BLOCKING = ("cpu", "mps")
 
 
 def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = True) -> Any:
-    """A batch with all its tensors on ``device``.
+    """Move all tensors of a batch to ``device``.
 
     Args:
         batch: any nesting of mappings, lists, tuples, namedtuples and dataclasses; tensors and other objects with
-            ``.to(device)`` are moved, everything else is left alone.
-        device: where to.
+            ``.to(device)`` are moved, everything else is unchanged.
+        device: the target device.
         non_blocking: do not wait for copies to an accelerator.
 
     Returns:
-        The same object where nothing had to be moved; containers are copied, never changed.
+        The same object if nothing had to be moved; containers are copied, never changed.
 
     Example:
         >>> batch = {"x": torch.zeros(2), "name": "a"}
@@ -51,14 +51,14 @@ def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = 
         if isinstance(leaf, Tensor):
             return leaf.to(device) if wait else leaf.to(device, non_blocking=True)
         moved = leaf.to(device)
-        # A `to` that works in place and returns nothing.
+        # Some `to` methods work in place and return None.
         return leaf if moved is None else moved
 
     return map_movable(batch, move)
 
 
 def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """``leaf`` of everything that has a ``to``; a container in which nothing changed is returned as it is."""
+    """Apply ``leaf`` to every object with a ``to`` method; a container without changes is returned itself."""
     if isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None))):
         return leaf(node)
     if isinstance(node, (str, bytes, int, float)) or node is None:
@@ -91,20 +91,20 @@ def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
             return node
         clone = copy.copy(node)
         for name, value in changed.items():
-            # Also for frozen parameters: nothing else refers to the copy yet.
+            # Works for frozen dataclasses too; nothing else refers to the copy yet.
             object.__setattr__(clone, name, value)
         return clone
     return node
 
 
 def local(tensor: Any) -> Tensor:
-    """The part of a ``DTensor`` that this rank holds; every other tensor as it is."""
+    """The local shard of a ``DTensor``; any other tensor itself."""
     part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return part
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether it is a tensor."""
+    """Whether ``value`` is a tensor."""
     return isinstance(value, Tensor)
 
 
@@ -115,12 +115,12 @@ def each_tensor(
 
     Args:
         data: the nesting.
-        act: is called with each tensor.
-        strict: raise for a leaf that is not a tensor, instead of returning it as it is.
-        test: what counts as a tensor.
+        act: called with each tensor.
+        strict: raise for a leaf that is not a tensor, instead of returning it unchanged.
+        test: decides whether an object counts as a tensor.
 
     Raises:
-        ConfigurationError: a leaf is not a tensor.
+        ConfigurationError: with ``strict``, a leaf is not a tensor.
 
     Example:
         >>> each_tensor({"x": [torch.tensor(1), "a"]}, lambda tensor: tensor + 1)
@@ -144,7 +144,7 @@ def each_tensor(
 
 
 def to_float32(tensor: Tensor) -> Tensor:
-    """A tensor of float16 or bfloat16 as float32; any other one as it is."""
+    """Convert a float16 or bfloat16 tensor to float32; return any other unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -152,10 +152,10 @@ _FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether none holds a NaN or an infinity; of a ``DTensor`` only this rank's part is looked at.
+    """Whether no tensor has a NaN or infinity; of a ``DTensor`` only the local shard is checked.
 
     Args:
-        tensors: of any device. Those that are not of a common floating dtype are left out.
+        tensors: tensors on any device; only float16, bfloat16, float32 and float64 are checked.
 
     Example:
         >>> are_finite([torch.ones(2), torch.tensor([7])]), are_finite([torch.tensor([1.0, float("nan")])])
@@ -167,7 +167,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
             part = part._values()
         if not part.numel() or part.dtype not in _FLOATS:
             continue
-        # Their smallest and largest, for NaN comes through and nothing as large as the weights is made.
+        # Minimum and maximum suffice, since they propagate NaN; no temporary of the tensor's size is allocated.
         if not all(bool(end.isfinite()) for end in torch.aminmax(part)):  # sync point: a save, or a resumed run begins
             return False
     return True

@@ -1,4 +1,4 @@
-"""What every reader of YAML asks first: whether a text is YAML, and how large it is with its aliases written out."""
+"""Checks a text before it is read as YAML: whether it is valid, and how large it is with aliases expanded."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
 __all__ = ["YamlProblem", "guarded_events", "guarded_root"]
 
 _LONG: Final = 200
-"""Characters of a text that count as one value."""
+"""The number of characters of a scalar that count as one value."""
 
 
 @final
 class YamlProblem(Exception):
-    """A text that is not read as YAML.
+    """A text that is invalid YAML, or too large.
 
     Args:
-        line: where, from 1.
-        reason: what is wrong there.
-        too_much: whether it is YAML, and only too large.
+        line: the line of the problem, from 1.
+        reason: the problem.
+        too_much: whether the text is valid YAML, but too large.
     """
 
     def __init__(self, line: int, reason: str, too_much: bool = False) -> None:
@@ -30,17 +30,17 @@ class YamlProblem(Exception):
 
 
 def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml.Event]:
-    """The events of a YAML text; nothing is made of it.
+    """Parse a YAML text into events, without constructing values.
 
-    A few aliases of aliases stand for more values than memory holds: they count as what they stand for.
+    Nested aliases can expand to more values than memory holds, so each alias counts with its expanded size.
 
     Args:
-        text: all of it.
-        most: values, aliases written out; a long text counts as several.
-        deepest: levels of mappings and lists.
+        text: the whole text.
+        most: the maximum number of values with aliases expanded; a long scalar counts as several.
+        deepest: the maximum depth of mappings and lists.
 
     Raises:
-        YamlProblem: no YAML, or too much of it.
+        YamlProblem: the text is invalid or too large.
 
     Example:
         >>> len(guarded_events("lr: 0.1"))
@@ -64,7 +64,7 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlProblem(line, f"character {chr(error.character)!r} cannot be in YAML") from None
-    except (ValueError, OverflowError) as error:  # the number of a character that does not exist
+    except (ValueError, OverflowError) as error:  # an escape of a character code that does not exist
         raise YamlProblem(1, f"cannot be read: {error}") from None
     return events
 
@@ -72,16 +72,16 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
 def guarded_root(
     text: str, most: int = 5_000, deepest: int = 16, tags: Container[str | None] | None = None
 ) -> yaml.Node | None:
-    """The root node of a YAML text, None for an empty one; no value is constructed.
+    """The root node of a YAML text, or None if it is empty; no value is constructed.
 
     Args:
-        text: all of it.
+        text: the whole text.
         most: see `guarded_events`.
         deepest: see `guarded_events`.
-        tags: the tags that may be written; None allows all.
+        tags: the allowed tags; None allows all.
 
     Raises:
-        YamlProblem: no YAML, too much of it, another tag, or a second document.
+        YamlProblem: the text is invalid or too large, or has another tag or a second document.
 
     Example:
         >>> guarded_root("lr: 0.1").value[0][1].value
@@ -104,7 +104,7 @@ def _line(event: yaml.Event) -> int:
 
 @final
 class _Sizes:
-    """The size of what is open, and of every anchor."""
+    """Counts the values in each open collection and each anchor."""
 
     def __init__(self, most: int, deepest: int) -> None:
         self.most, self.deepest = most, deepest
