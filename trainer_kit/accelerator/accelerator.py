@@ -1,4 +1,4 @@
-"""`Accelerator`: strategy, precision, loaders and checkpoints of a Trainer, for a raw loop."""
+"""`Accelerator`: the strategy, precision, loaders and checkpoints of a Trainer, for a raw loop."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _ACCELERATES_WORDS = {"32-true": "no", "16-mixed": "fp16", "bf16-mixed": "bf16"}
 
 
 def _list_of(part: str, name: str) -> Any:
-    """A list of a part under a second name; assigning to it replaces the content of the list."""
+    """A property for the list ``name`` of a part; assigning to the property replaces the list's content."""
 
     def get(accelerator: Accelerator) -> list[Any]:
         found: list[Any] = getattr(getattr(accelerator, part), name)
@@ -84,58 +84,58 @@ def _list_of(part: str, name: str) -> Any:
 
 
 def newest() -> Accelerator | None:
-    """The Accelerator that was made last, while the script keeps it: functions of Accelerate ask for no Accelerator."""
+    """Return the newest Accelerator, if the script still holds it, for functions without an Accelerator argument."""
     return _NEWEST[0]() if _NEWEST else None
 
 
 def forget_newest(reset_partial_state: bool = False) -> None:
-    """Let `newest` find none, until the next one is made; a `PartialState` has nothing to forget."""
+    """Make `newest` return None until the next Accelerator is made; a `PartialState` keeps no state to reset."""
     _NEWEST.clear()
 
 
 @final
 class Accelerator:
-    """Everything of a Trainer but the loop, under Hugging Face Accelerate's names.
+    """The features of a Trainer without its loop, under Hugging Face Accelerate's names.
 
-    A script written for Accelerate runs after ``from accelerate import`` became ``from trainer_kit import``. Two
-    Accelerators in one process do not see each other.
+    To run an Accelerate script, replace ``from accelerate import`` with ``from trainer_kit import``. Two Accelerators
+    in one process are independent.
 
     Args:
         device_placement: move models and batches to the device.
-        split_batches: as `DataLoaderConfiguration`'s.
-        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"`` (with `AORecipeKwargs` or `TERecipeKwargs` for
-            more about it), a word of the Trainer's ``precision``, or one of its objects; by default what
-            ``TRAINER_KIT_MIXED_PRECISION`` or ``ACCELERATE_MIXED_PRECISION`` says, else ``"no"``.
-        gradient_accumulation_steps: micro-batches of an optimizer step; from the environment likewise.
-        cpu: compute on the CPU also where there is an accelerator.
-        dataloader_config: how loaders are divided.
-        rng_types: accepted; the order of the data is a function of seed and epoch on every process.
-        log_with: trackers, by name (`LoggerType` has them) or as objects.
-        project_dir: where the project writes.
-        project_config: more about that.
-        gradient_accumulation_plugin: more about accumulation.
-        step_scheduler_with_optimizer: schedulers advance where optimizers step; False: at each call.
+        split_batches: as for `DataLoaderConfiguration`.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"``, ``"fp8"`` (`AORecipeKwargs` or `TERecipeKwargs` set its
+            options), or a name or object for the Trainer's ``precision``; by default the value of
+            ``TRAINER_KIT_MIXED_PRECISION`` or ``ACCELERATE_MIXED_PRECISION``, else ``"no"``.
+        gradient_accumulation_steps: micro-batches per optimizer step; environment variables may set this too.
+        cpu: compute on the CPU even if the machine has an accelerator.
+        dataloader_config: how loaders are sharded.
+        rng_types: accepted; the data order is a function of seed and epoch on every process.
+        log_with: trackers, by name (see `LoggerType`) or as objects.
+        project_dir: the directory for checkpoints and logs.
+        project_config: further options of the project.
+        gradient_accumulation_plugin: further options of accumulation.
+        step_scheduler_with_optimizer: schedulers advance only when optimizers step; False: at each call.
         scheduler_steps_per_process: an optimizer step advances schedulers once for each process, as under Accelerate,
             unless ``split_batches``; False: once.
-        kwargs_handlers: options of the parts.
-        dynamo_backend: of ``torch.compile``, for prepared models.
-        dynamo_plugin: more about that.
-        seed: of the order of the data; by default what ``set_seed`` or ``torch.manual_seed`` was last given on the main
-            process when a loader is prepared.
-        fsdp_plugin: train under FSDP; by default what the launcher says.
-        megatron_lm_plugin: train under Megatron, likewise.
-        parallelism_config: divide the work along several axes; by default what the launcher says.
-        torch_tp_plugin: divide layers alone.
+        kwargs_handlers: option objects, such as `DistributedDataParallelKwargs`.
+        dynamo_backend: the backend of ``torch.compile`` for prepared models.
+        dynamo_plugin: further options of ``torch.compile``.
+        seed: the seed of the data order; by default the seed that the main process last passed to ``set_seed`` or
+            ``torch.manual_seed`` before it prepares a loader.
+        fsdp_plugin: train under FSDP; by default as set by the launcher.
+        megatron_lm_plugin: train under Megatron; likewise.
+        parallelism_config: combine several kinds of parallelism; by default as set by the launcher.
+        torch_tp_plugin: use tensor parallelism alone.
         deepspeed_plugin: train under DeepSpeed; likewise.
-        deepspeed_plugins: several by name, of which the first is used until `select_deepspeed_plugin`.
-        hang_timeout: seconds (or a duration such as ``"5min"``) that processes may wait for one without progress,
-            before the run ends with exit code 75 and names the one that hangs; None: ten times the slowest ordinary
-            step, at least 60 s, and half an hour outside of steps; False: processes that wait are only reported. By
-            default what ``TRAINER_KIT_HANG_TIMEOUT`` says.
-        debug: every process prints what it has, and collectives compare shapes first; ``TRAINER_KIT_DEBUG=1``.
+        deepspeed_plugins: several by name; the first is active until `select_deepspeed_plugin`.
+        hang_timeout: seconds (or a duration such as ``"5min"``) without progress, after which the run ends with exit
+            code 75 and names the process that hangs; None: ten times the slowest ordinary step, at least 60 s, and
+            half an hour outside steps; False: only report processes that wait. ``TRAINER_KIT_HANG_TIMEOUT`` sets the
+            default.
+        debug: every process prints its configuration, and collectives first compare shapes; ``TRAINER_KIT_DEBUG=1``.
 
     Raises:
-        ConfigurationError: for everything that cannot work here.
+        ConfigurationError: an argument is invalid, or does not work with the others or on this machine.
 
     Example:
         >>> from torch import nn
@@ -146,20 +146,20 @@ class Accelerator:
         >>> optimizer.step()
     """
 
-    # Names of Accelerate that have one answer here.
+    # Attributes of Accelerate with a constant value here.
     initialized = True
     fork_launched = False
     is_fsdp2 = False
     has_lomo_optimizer = False
     should_save_model = True
-    use_seedable_sampler = True  # the order of the data is always a function of seed and epoch
+    use_seedable_sampler = True  # the data order is always a function of seed and epoch
     use_stateful_dataloader = True  # positions of loaders are always part of a saved state
     fsdp_plugin = None
     megatron_lm_plugin = None
     torch_tp_plugin = None
     flag_tensor = None
-    _reset_state = staticmethod(forget_newest)  # of Accelerate's state, which scripts call between two Accelerators
-    # Lists of the parts, which scripts for Accelerate read, and may replace.
+    _reset_state = staticmethod(forget_newest)  # Accelerate scripts call it between two Accelerators
+    # Lists of the parts, which Accelerate scripts read and may replace.
     log_with = _list_of("tracking", "log_with")
     trackers = _list_of("tracking", "started")
     _models = _list_of("prepared", "models")
@@ -229,7 +229,7 @@ class Accelerator:
         self._compose(named_trackers(log_with), hang_timeout)
 
     def _compose(self, log_with: list[Any], hang_timeout: Any) -> None:
-        """Make the parts that need the others."""
+        """Create the parts that depend on other parts."""
         project = self._project
         self.collectives = self.processes.collectives
         self.parallel_ranks = ParallelRanks(self.strategy)
@@ -245,21 +245,21 @@ class Accelerator:
     # -- preparing -------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process is watched by no thread of this one."""
+        """Leave out the watchdog: its thread belongs to this process."""
         return {**self.__dict__, "_watchdog": None}
 
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order, for this number of processes.
 
         Args:
-            objects: anything else is returned as it is; an object that is prepared already, too.
-            device_placement: for each object whether it is moved; by default as the Accelerator's.
+            objects: objects of other types, and prepared ones, are returned unchanged.
+            device_placement: one value per object: whether it is moved; by default the Accelerator's setting.
 
         Returns:
-            The prepared objects, in the same order; one object alone is not in a tuple.
+            The prepared objects in the same order; a single object without a tuple.
 
         Raises:
-            ConfigurationError: an optimizer is prepared whose model is not.
+            ConfigurationError: the model of an optimizer is not prepared.
         """
         found = self.prepared.prepare(objects, device_placement)
         if self.debug:
@@ -269,67 +269,67 @@ class Accelerator:
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model on its device, in the precision, and wrapped for several processes.
+        """Move a model to its device, apply the precision, and wrap it for several processes.
 
         Args:
-            model: is changed in place, and wrapped where there are several processes.
-            device_placement: whether it is moved.
-            evaluation_mode: it is not trained, so gradients need no exchange.
+            model: changed in place, and wrapped if there are several processes.
+            device_placement: whether the model is moved to the device.
+            evaluation_mode: the model is not trained, so it needs no gradient exchange.
         """
         return self.prepared.prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
-        """An optimizer that steps where gradients are complete."""
+        """Wrap an optimizer, so that it steps only when gradients are complete."""
         return self.prepared.prepare_optimizer(optimizer)
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> PreparedLoader:
-        """A loader divided among the processes; see `PreparedLoader`. Every process calls it.
+        """Shard a loader over the processes; see `PreparedLoader`. Collective call.
 
-        Its order follows the seed of the Accelerator, else the seed that the main process has set by now.
+        The data order depends on the Accelerator's ``seed``, else on the main process's seed at the time of this call.
         """
         return self.prepared.prepare_loader(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """A scheduler that advances with its optimizer, by default once for each process in an optimizer step.
+        """Wrap a scheduler, so that an optimizer step advances it, by default once for each process.
 
-        Accelerate does the same, and the scripts written for it multiply the length of their schedules by the number of
-        processes. ``split_batches=True`` and ``Accelerator(scheduler_steps_per_process=False)``: once in a step, as
+        Accelerate does the same, and its scripts multiply the length of schedules by the number of processes. With
+        ``split_batches=True`` or ``Accelerator(scheduler_steps_per_process=False)`` a scheduler advances once per step;
         ``ReduceLROnPlateau``, whose patience counts values, and DeepSpeed's own schedules always do.
         """
         return self.prepared.prepare_scheduler(scheduler)
 
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
-        """The user's own model.
+        """Return the user's model, without the wrappers of `prepare`.
 
         Args:
-            model: prepared or not.
-            keep_fp32_wrapper: its forward stays in the precision that it was prepared for.
-            keep_torch_compile: a compiled model stays compiled.
+            model: a prepared model, or any other.
+            keep_fp32_wrapper: keep the precision of the model's forward.
+            keep_torch_compile: keep a compiled model compiled.
         """
         return self.prepared.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """A loader whose iterations begin with batch ``num_batches``."""
+        """Return a loader whose iterations begin with batch ``num_batches``."""
         return skip_first_batches(dataloader, num_batches)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether the layers of a model were placed on several devices; such a model is not trained here."""
+        """Whether the layers of a model are on several devices; training of such a model is not supported."""
         return spans_devices(model)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget what was prepared; assign the result to the names that still refer to it."""
+        """Release all prepared objects; assign the result to the names that still refer to them."""
         self.prepared.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """As `free_memory`."""
+        """An alias of `free_memory`."""
         return self.free_memory(*objects)
 
     @property
     def device_placement(self) -> bool:
-        """Whether models and batches move to the device."""
+        """Whether models and batches are moved to the device."""
         return self.prepared.device_placement
 
     @device_placement.setter
@@ -338,7 +338,7 @@ class Accelerator:
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:
-        """Whether schedulers advance where optimizers step."""
+        """Whether schedulers advance only when optimizers step."""
         return self.prepared.step_scheduler_with_optimizer
 
     @step_scheduler_with_optimizer.setter
@@ -352,12 +352,12 @@ class Accelerator:
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch size is that of all processes together."""
+        """Whether a loader's batch size is the total over all processes."""
         return self.dataloader_config.split_batches
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether the main process reads, and sends the others their batches."""
+        """Whether the main process reads all batches, and sends the others theirs."""
         return self.dataloader_config.dispatch_batches
 
     @property
@@ -372,28 +372,28 @@ class Accelerator:
 
     @property
     def non_blocking(self) -> bool:
-        """Whether copies to an accelerator do not wait."""
+        """Whether copies to an accelerator are asynchronous."""
         return self.dataloader_config.non_blocking
 
     # -- the steps of a loop ---------------------------------------------------------------------------------------
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One micro-batch: gradients are exchanged, and optimizers step, at the end of a window only.
+        """Run one micro-batch: gradients are exchanged, and optimizers step, only at the end of a window.
 
         Args:
-            models: those that are trained in it.
+            models: the models that are trained in it.
         """
         self.accumulation.models = models
         return self.accumulation
 
     def backward(self, loss: Tensor, weight: float | None = None, **options: Any) -> None:
-        """Backward, in place of ``loss.backward()``.
+        """Run the backward pass; use this in place of ``loss.backward()``.
 
         Args:
             loss: a scalar: the mean over the batch; with ``weight`` a sum.
-            weight: how many things ``loss`` sums over: ``backward(token_losses.sum(), weight=tokens)`` gives the exact
-                mean over all tokens of the window and of all processes.
-            options: of ``Tensor.backward``; an engine that runs backward itself takes ``retain_graph`` only.
+            weight: the number of terms in the sum: ``backward(token_losses.sum(), weight=tokens)`` gives the exact mean
+                over all tokens of the window on all processes.
+            options: arguments of ``Tensor.backward``; an engine with its own backward accepts only ``retain_graph``.
         """
         prepared = self.prepared
         if prepared.checks.active:
@@ -405,7 +405,7 @@ class Accelerator:
             prepared.backward(scaled, **options)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
-        """Refused.
+        """Refuse the call: LOMO optimizers are not supported.
 
         Raises:
             ConfigurationError: always.
@@ -413,14 +413,14 @@ class Accelerator:
         raise refused("lomo_backward")
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Remove fp16's scale from gradients, and weigh them for their window; by default of all optimizers."""
+        """Unscale fp16 gradients, and correct them for their window's weights; by default for all optimizers."""
         self.prepared.unscale_gradients(optimizer)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
-        """Clip by the norm of all gradients of ``parameters`` together; only at the end of a window.
+        """Clip gradients by their total norm over ``parameters``, at the end of a window only.
 
         Returns:
-            The norm before; None inside a window.
+            The norm before clipping; None inside a window.
         """
         if not self.accumulation.sync:
             return None
@@ -428,13 +428,13 @@ class Accelerator:
         return self.strategy.clip_gradients(complete, max_norm, "norm", float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element; only at the end of a window."""
+        """Clip each element of the gradients, at the end of a window only."""
         if self.accumulation.sync:
             self.strategy.clip_gradients(self.prepared.complete_gradients(parameters), clip_value, "value")
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
-        """Inside, computations outside of a prepared model are in the precision, too."""
+        """Apply the precision to computations in this context that are outside a prepared model."""
         chosen = autocast_handler or self.autocast_handler
         context: Any = self.precision.forward_context()
         if chosen is not None and isinstance(context, torch.autocast):
@@ -445,25 +445,25 @@ class Accelerator:
             yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, gradients of ``model`` stay on their process."""
+        """Skip the gradient exchange of ``model`` in this context."""
         return without_exchange(model) if self.use_distributed else nullcontext()
 
     def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Inside, the next backward exchanges gradients, also where its forward ran under `no_sync`."""
+        """Exchange gradients in the next backward of this context, even if its forward ran under `no_sync`."""
         return with_exchange(model)
 
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> AbstractContextManager[None]:
-        """Inside, a process that has no batches left takes part in the exchanges of the others.
+        """Let a process that has no batches left take part in the gradient exchanges of the others.
 
         Args:
             joinables: prepared models.
-            even_batches: whether loaders repeat samples meanwhile, those over an ``IterableDataset``, too; by default
-                as they are configured.
+            even_batches: whether loaders, also those over an ``IterableDataset``, repeat samples inside the context; by
+                default as configured.
 
         Raises:
-            ConfigurationError: the strategy needs every process in a step.
+            ConfigurationError: the strategy needs every process in each step.
         """
         return self.prepared.join_uneven_inputs(joinables, even_batches)
 
@@ -473,25 +473,25 @@ class Accelerator:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """One step on sequences that `ParallelismConfig(cp_size=...)` divides; without it this does nothing.
+        """Run one step on sequences that `ParallelismConfig(cp_size=...)` shards; without it this does nothing.
 
-        Inside, each buffer is this process's part of it, in place; attention is over the whole sequence, and the mean
-        of a cross entropy over the targets of all of it. Forward, loss and backward belong inside; targets are shifted
-        before. Positions that a model counts itself begin at 0 on each part: pass them as a buffer.
+        Inside the context each buffer is replaced in place with this process's shard. Attention and the mean of a cross
+        entropy cover the full sequence. Forward, loss and backward belong inside; shift targets before. If a model
+        counts positions itself, they begin at 0 on each shard: pass positions as a buffer.
 
         Args:
-            buffers: tensors that have the sequence: inputs, targets, positions.
-            buffer_seq_dims: which dimension of each is the sequence.
-            no_restore_buffers: those that are not needed whole afterwards.
+            buffers: tensors with a sequence dimension: inputs, targets, positions.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: buffers that are not needed in full afterwards.
 
         Raises:
-            StrategyError: a sequence that cannot be divided, or no attention was called.
+            StrategyError: a sequence cannot be sharded evenly, or no attention was called.
         """
         return self.parallel_ranks.divided_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether this micro-batch ends its window: gradients are complete, optimizers step."""
+        """Whether this micro-batch ends its window, so that gradients are complete and optimizers step."""
         return self.accumulation.sync
 
     @sync_gradients.setter
@@ -502,7 +502,7 @@ class Accelerator:
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of an optimizer step."""
+        """The number of micro-batches per optimizer step."""
         return self.accumulation.steps
 
     @gradient_accumulation_steps.setter
@@ -511,7 +511,7 @@ class Accelerator:
 
     @property
     def gradient_state(self) -> GradientState:
-        """The state of the accumulation."""
+        """The state of gradient accumulation."""
         return GradientState(self.accumulation)
 
     @property
@@ -519,38 +519,38 @@ class Accelerator:
         """Whether an optimizer's last step was skipped because gradients overflowed."""
         return any(optimizer.step_was_skipped for optimizer in self.prepared.optimizers)
 
-    # -- what processes exchange: every process makes these calls --------------------------------------------------
+    # -- collective calls ------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Nested tensors of all processes one after the other, along the first dimension."""
+        """Concatenate the nested tensors of all processes along the first dimension."""
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Results of the current batch of all processes, without those of repeated samples.
+        """Gather the results of the current batch from all processes, without those of repeated samples.
 
-        Of processes that get the same batches one counts.
+        Of processes with the same batches, only one contributes.
 
         Args:
-            input_data: nested tensors of one entry a sample along the first dimension, or other objects. A scalar is
-                gathered from each process.
-            use_gather_object: also for tensors: they may then differ in shape.
+            input_data: nested tensors with one entry per sample along the first dimension, or other objects. A scalar
+                is gathered from each process.
+            use_gather_object: gather tensors as objects: their shapes may then differ.
         """
         return self.collectives.gather_for_metrics(input_data, use_gather_object, self.accumulation.batches)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Nested tensors reduced over the processes: "sum", "mean", "max", "min" or "none"."""
+        """Reduce nested tensors over the processes by "sum", "mean", "max", "min" or "none"."""
         return self.collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Nested tensors made as long along ``dim`` as the longest of all processes."""
+        """Pad nested tensors along ``dim`` to the largest length on any process."""
         return self.collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Set the trigger that every process finds at its next `check_trigger`."""
+        """Set the trigger; on every process the next `check_trigger` returns True."""
         self.collectives.set_trigger()
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since; every process asks at the same place."""
+        """Whether any process has called `set_trigger` since the last check; collective call."""
         return self.collectives.check_trigger()
 
     # -- the processes ---------------------------------------------------------------------------------------------
@@ -560,11 +560,11 @@ class Accelerator:
         self.processes.wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Inside, the main process goes first and all others follow."""
+        """Run the block on the main process first, then on all others."""
         return self.processes.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Inside, the first process of each machine goes first and the others follow."""
+        """Run the block on the first process of each machine first, then on the others."""
         return self.processes.local_main_process_first()
 
     def on_main_process(self, function: _F) -> _F:
@@ -588,14 +588,14 @@ class Accelerator:
         return self.processes.on_local_process(function, local_process_index)
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
-        """This process's part of a list, a tuple, a tensor, or a dict of them; the first processes get one more.
+        """Yield this process's part of a list, a tuple, a tensor, or a dict of these; the first processes get one more.
 
         Args:
-            inputs: is divided; the members of a dict are equally long.
-            apply_padding: repeat the last element so that every process gets equally many.
+            inputs: the data to divide; the values of a dict have equal lengths.
+            apply_padding: repeat the last element, so that all parts have equal lengths.
 
         Raises:
-            ConfigurationError: the members of a dict differ in length.
+            ConfigurationError: the values of a dict differ in length.
         """
         return self.processes.split_between_processes(inputs, apply_padding)
 
@@ -604,20 +604,20 @@ class Accelerator:
         self.processes.print(*values, **options)
 
     def set_device(self) -> None:
-        """Accepted: the device was chosen when the process began."""
+        """Accepted, without effect: the device is chosen when the process starts."""
 
     def destroy_process_group(self, group: Any = None) -> None:
-        """Leave a process group; by default that of all processes."""
+        """Leave a process group; by default the group of all processes."""
         self.processes.destroy_process_group(group)
 
     @property
     def state(self) -> Accelerator:
-        """The Accelerator itself: Accelerate keeps the identity of processes in another object."""
+        """The Accelerator itself: Accelerate stores ranks and device in a separate object."""
         return self
 
     @property
     def world(self) -> Group:
-        """All processes."""
+        """The group of all processes."""
         return self.processes.world
 
     @property
@@ -632,22 +632,22 @@ class Accelerator:
 
     @property
     def num_processes(self) -> int:
-        """How many processes work together."""
+        """The number of processes."""
         return self.processes.num_processes
 
     @property
     def process_index(self) -> int:
-        """The number of this process, from 0."""
+        """The rank of this process."""
         return self.processes.process_index
 
     @property
     def local_process_index(self) -> int:
-        """The number of this process among those of its machine, from 0."""
+        """The rank of this process on its machine."""
         return self.processes.local_process_index
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first of all processes."""
+        """Whether this is the first process."""
         return self.processes.is_main_process
 
     @property
@@ -657,7 +657,7 @@ class Accelerator:
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
+        """Whether this is the last process."""
         return self.processes.is_last_process
 
     @property
@@ -672,7 +672,7 @@ class Accelerator:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The engine, where Accelerate has a word for it; else the kind of processes that work together."""
+        """The engine, if Accelerate has a name for it; else the kind of distributed run."""
         return self.processes.distributed_type
 
     @property
@@ -682,74 +682,74 @@ class Accelerator:
 
     @property
     def debug(self) -> bool:
-        """Whether processes compare their collectives first."""
+        """Whether processes compare collectives before the exchange."""
         return self.collectives.debug
 
     @debug.setter
     def debug(self, debug: bool) -> None:
         self.collectives.debug = debug
 
-    # -- how processes divide the work -----------------------------------------------------------------------------
+    # -- parallelism -----------------------------------------------------------------------------------------------
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """How many processes divide what; None where they divide only data."""
+        """The sizes of the mesh axes; None for data parallelism alone."""
         return self.parallel_ranks.config
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The processes, an axis for each way in which they divide the work; None where there are no axes."""
+        """The device mesh, with one axis per kind of parallelism; None without a mesh."""
         return self.strategy.mesh
 
     @property
     def device_mesh(self) -> DeviceMesh | None:
-        """As `torch_device_mesh`."""
+        """An alias of `torch_device_mesh`."""
         return self.strategy.mesh
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether parameters are divided by FSDP2."""
+        """Whether FSDP2 shards the parameters."""
         return self.strategy.mesh is not None
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part of the data is read here; on a mesh, by `parallelism_config`, which copy is trained."""
+        """The data shard of this process; on a mesh of `parallelism_config` the index of its model replica."""
         return self.parallel_ranks.data_rank
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which part of the parameters is here."""
+        """The index of this process's parameter shard."""
         return self.parallel_ranks.rank("dp_shard")
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each layer is here."""
+        """The tensor-parallel rank: the index of this process's part of each layer."""
         return self.parallel_ranks.rank("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Which part of each sequence is here."""
+        """The context-parallel rank: the index of this process's part of each sequence."""
         return self.parallel_ranks.rank("cp")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Which stage of the pipeline is here."""
+        """The index of this process's pipeline stage."""
         return self.parallel_ranks.rank("pp")
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
-        """The plugin in use."""
+        """The active DeepSpeed plugin, or None."""
         return selected_plugin(self.deepspeed_plugins)
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """One of ``Accelerator(deepspeed_plugins={name: plugin})``."""
+        """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""
         if name not in self.deepspeed_plugins:
             known = ", ".join(self.deepspeed_plugins) or "none"
             raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}", found=known)
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """Train under another one of the plugins; before a model is prepared."""
+        """Make another plugin active; call this before a model is prepared."""
         chosen = self.get_deepspeed_plugin(name)
         self.strategy.use(chosen.deepspeed_config)  # type: ignore[attr-defined]
         for plugin in self.deepspeed_plugins.values():
@@ -759,7 +759,7 @@ class Accelerator:
 
     @property
     def mixed_precision(self) -> str:
-        """The precision, by Accelerate's word where it has one."""
+        """The precision, by Accelerate's name if it has one."""
         return _ACCELERATES_WORDS.get(self.precision.name, self.precision.name)
 
     @property
@@ -774,24 +774,24 @@ class Accelerator:
 
     @property
     def fp8_enabled(self) -> bool:
-        """Whether products are in fp8."""
+        """Whether matrix products are computed in fp8."""
         return self.fp8_backend != "NO"
 
     @property
     def has_fp8_handler(self) -> bool:
-        """Whether Transformer Engine computes them."""
+        """Whether Transformer Engine computes matrix products in fp8."""
         return self.fp8_backend == "TE"
 
     @property
     def fp8_backend(self) -> str:
-        """Whose fp8 it is, in Accelerate's words."""
+        """The implementation of fp8, by Accelerate's name."""
         return {"fp8": "AO", "transformer-engine": "TE"}.get(self.precision.name, "NO")
 
     # -- states and weights ----------------------------------------------------------------------------------------
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """Where trackers log and states are saved; change its attributes, not the object."""
+        """The directories of trackers and states; change its attributes instead of replacing the object."""
         return self._project
 
     @property
@@ -811,7 +811,7 @@ class Accelerator:
 
     @property
     def step(self) -> int:
-        """A number that saved states keep for the user."""
+        """A number that saved states store for the user."""
         return self.checkpoints.step
 
     @step.setter
@@ -819,28 +819,28 @@ class Accelerator:
         self.checkpoints.step = step
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Keep further objects in saved states, by ``state_dict`` and ``load_state_dict``.
+        """Include further objects in saved states, through ``state_dict`` and ``load_state_dict``.
 
-        Their states hold plain data, tensors and arrays; anything else is refused at save time, naming the key.
+        Their states may hold plain data, tensors and arrays; saving anything else raises an error with the key.
 
         Raises:
-            ConfigurationError: an object has no such methods.
+            ConfigurationError: an object lacks these methods.
         """
         self.checkpoints.register(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, directory)`` before each save.
 
-        ``weights`` holds a state dict for each model; what the hook takes out of it is not saved. What the hook writes
-        into ``directory`` becomes part of the checkpoint: it is a work directory until the state is complete, and gets
-        the checkpoint's name then.
+        ``weights`` holds a state dict for each model; entries that the hook removes are not saved. Files that the hook
+        writes into ``directory`` become part of the checkpoint: it is a temporary directory, which is renamed when the
+        state is complete.
         """
         return self.checkpoints.register_save_hook(hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call ``hook(models, directory)`` before each load; a model that it takes out of the list is not loaded.
+        """Call ``hook(models, directory)`` before each load; models that the hook removes from the list are not loaded.
 
-        ``directory`` is the checkpoint; the files that hooks wrote into it have been verified.
+        ``directory`` is the checkpoint; the files of hooks in it have been verified.
         """
         return self.checkpoints.register_load_hook(hook)
 
@@ -850,21 +850,21 @@ class Accelerator:
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
     ) -> str:
-        """Save models, optimizers, schedulers, loaders, generators and registered objects; every process calls it.
+        """Save models, optimizers, schedulers, loaders, generators and registered objects; collective call.
 
-        The directory is complete or absent, at every instant; one that is there is replaced.
+        The save is atomic: at any time the directory is complete or absent. An existing directory is replaced.
 
         Args:
-            output_dir: where; without it, and with automatic naming,
-                ``<project_dir>/checkpoints/checkpoint_<iteration>``. The main process's counts.
-            safe_serialization: False is refused: nothing is pickled.
-            save_model_func_kwargs: accepted for Accelerate's sake.
+            output_dir: the directory, taken from the main process; None, or automatic naming:
+                ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: False is refused: states contain no pickles.
+            save_model_func_kwargs: accepted, without effect.
 
         Returns:
             The path.
 
         Raises:
-            CheckpointError: a value that cannot be saved, by key, or a storage that fails.
+            CheckpointError: a value cannot be saved (the message has its key), or the storage fails.
         """
         with self.collectives.during("save_state"):
             return self.checkpoints.save_state(output_dir, safe_serialization)
@@ -875,29 +875,29 @@ class Accelerator:
         load_kwargs: Any = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Continue where `save_state` was called: prepare everything first, in the same order; every process calls it.
+        """Restore a state of `save_state`; collective call. Prepare all objects first, in the same order.
 
-        Of a directory that DeepSpeed wrote (without ZeRO, or what ``ds_to_universal`` made) weights, moments and the
-        schedule are taken; random numbers, the position in the data and a loss scale are not in it.
+        From a DeepSpeed directory (without ZeRO, or from ``ds_to_universal``) this loads weights, moments and the
+        schedule; it does not contain random states, the data position or a loss scale.
 
         Args:
-            input_dir: what `save_state` or DeepSpeed wrote; by default the project's newest one that is whole.
-                The main process's counts.
-            load_kwargs: accepted for Accelerate's sake.
-            load_model_func_kwargs: of ``load_state_dict`` of the models: ``strict``, ``assign``.
+            input_dir: a directory of `save_state` or DeepSpeed, taken from the main process; by default the project's
+                newest intact checkpoint.
+            load_kwargs: accepted, without effect.
+            load_model_func_kwargs: arguments of the models' ``load_state_dict``: ``strict``, ``assign``.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or does not fit what was prepared.
+            CheckpointError: there is no checkpoint, it is damaged, or it does not match the prepared objects.
         """
         with self.collectives.during("load_state"):
             self.checkpoints.load_state(input_dir, load_model_func_kwargs)
         self.tracking.continues = True
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model, whole, by the user's names.
+        """Return the full weights of a prepared model under the user's names.
 
-        Where they are divided (FSDP, DeepSpeed, a mesh) every process calls it, and the main process gets them, on the
-        CPU; the others get an empty dict: a device never holds more than one whole weight at a time.
+        For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
+        the CPU, and the others get an empty dict, so a device never holds more than one full weight at a time.
         """
         return self.checkpoints.get_state_dict(model, unwrap)
 
@@ -908,25 +908,25 @@ class Accelerator:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+        """Write the weights in Hugging Face's layout: ``model.safetensors``, or shards and an index.
 
         A tied weight is written once, under its first name.
 
         Args:
-            model: prepared or not.
-            save_directory: other files in it are not changed.
-            max_shard_size: of a file, in bytes or as ``"5GB"``.
+            model: a prepared model, or any other.
+            save_directory: the directory; its other files do not change.
+            max_shard_size: the largest file size, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
         self.checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors.
+        """Call ``torch.save`` on the main process; with ``safe_serialization`` write a dict of tensors as safetensors.
 
-        A file that is there is replaced when the new one is whole.
+        An existing file is replaced when the new one is complete.
 
         Raises:
-            ConfigurationError: ``safe_serialization``, and something is not a tensor.
+            ConfigurationError: ``safe_serialization`` with a value that is not a tensor.
         """
         self.checkpoints.save(obj, f, safe_serialization)
 
@@ -938,14 +938,14 @@ class Accelerator:
         config: dict[str, Any] | None = None,
         init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers of ``log_with``; every process calls it, the main process logs.
+        """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
 
-        With a ``project_dir`` or ``logging_dir``, ``<directory>/<project_name>`` gets a journal and a ``report.html``.
+        With a ``project_dir`` or ``logging_dir``, a journal and ``report.html`` go to ``<directory>/<project_name>``.
 
         Args:
             project_name: W&B's project; for trackers that write files, a directory below ``logging_dir``.
             config: hyperparameters.
-            init_kwargs: constructor arguments, by the tracker's name.
+            init_kwargs: constructor arguments by tracker name.
         """
         self.tracking.start(project_name, config, init_kwargs, self._report_facts)
 
@@ -957,19 +957,19 @@ class Accelerator:
         """Log values with every tracker, on the main process.
 
         Args:
-            values: by name; a tensor of one element is read here, which waits for the device.
-            step: of the values; by default one more than the last.
-            log_kwargs: by the tracker's name, options of its ``log``.
+            values: by name; reading a tensor of one element synchronises with the device.
+            step: the step of the values; by default one more than the last.
+            log_kwargs: options of the trackers' ``log`` by tracker name.
         """
         self.tracking.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker by name; ``unwrap``: the object that it writes with (W&B's run, TensorBoard's writer).
+        """Return a tracker by name; ``unwrap``: the object through which it writes (W&B's run, TensorBoard's writer).
 
-        On the other processes every call of it does nothing.
+        On other processes than the main one its methods do nothing.
 
         Raises:
-            ConfigurationError: there is none of this name.
+            ConfigurationError: there is no tracker of this name.
         """
         return self.tracking.get(name, unwrap)
 
@@ -978,11 +978,11 @@ class Accelerator:
         self.tracking.finish()
         self.wait_for_everyone()
 
-    # -- what this process is made of ------------------------------------------------------------------------------
+    # -- inspection ------------------------------------------------------------------------------------------------
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """A ``torch.profiler.profile``; with ``output_trace_dir`` each process writes its trace there."""
+        """Run a ``torch.profiler.profile``; with ``output_trace_dir`` each process writes its trace there."""
         from torch import profiler
 
         chosen = profile_handler or self.profile_handler
@@ -1003,7 +1003,7 @@ class Accelerator:
             found.export_chrome_trace(str(directory / f"profile_{self.process_index}.json"))
 
     def explain(self) -> Text:
-        """The parts of this process, a line each: group, device, wrapping, loaders; and the origins of its options."""
+        """Describe this process, one line per part: group, device, wrapping, loaders; and the origins of options."""
         lines = [
             f"process {self.process_index} of {self.num_processes}, pid {os.getpid()} ({self.environment.source})",
             f"strategy: {self.strategy.describe()}",
@@ -1018,7 +1018,7 @@ class Accelerator:
         return Text("\n".join(lines))
 
     def __repr__(self) -> str:
-        """The text that Accelerate prints of its state; `explain` says more."""
+        """Return the text that Accelerate prints for its state; `explain` shows more."""
         plugin = self.deepspeed_plugin
         config = "" if plugin is None else f"ds_config: {plugin.deepspeed_config}\n"
         return f"{self.processes!r}\nMixed precision type: {self.mixed_precision}\n{config}"

@@ -1,4 +1,4 @@
-"""Accumulation in a raw loop: when gradients are complete, and the weight of each batch in them."""
+"""Gradient accumulation in a raw loop: when gradients are complete, and the weight of each batch in them."""
 
 from __future__ import annotations
 
@@ -19,53 +19,53 @@ __all__ = ["Accumulation", "Batches", "GradientState"]
 
 
 class Batches(Protocol):
-    """A prepared loader, as far as accumulation reads it."""
+    """The attributes of a prepared loader that accumulation reads."""
 
     weight: float
     """The weight of the current batch on this process: its samples."""
     total: float | None
-    """Its weight over all processes; None: only an exchange would show it."""
+    """Its weight over all processes; None: unknown without an exchange."""
     nominal: float
-    """The weight of a whole batch on a process, the same on every one of them."""
+    """The weight of a full batch, the same on every process."""
     counts: list[int] | None
-    """Samples of the current batch on each process that are not repeated; None: all of them."""
+    """For each process, the samples of the current batch that are not repeated; None: all of them."""
     end_of_dataloader: bool
-    """Whether the current batch is the last."""
+    """Whether the current batch is the last one."""
     asked: bool
     """Whether `ask_for_sizes` was called."""
 
     def ask_for_sizes(self) -> None:
-        """Warn if the numbers of samples that weigh batches are not certain."""
+        """Warn if the sample counts that determine batch weights are uncertain."""
 
 
 @final
 class Accumulation:
-    """The accumulation window of a raw loop; as a context, one of its micro-batches.
+    """The accumulation window of a raw loop; used as a context manager, one micro-batch of the window.
 
-    The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over its micro-batches and all processes. A raw loop shows the
-    weights one after the other, so each loss is divided by the weight of a whole window, ``steps`` times the first
-    batch, and gradients are corrected once where the window turned out otherwise: a short last window, a short last
-    batch, tokens.
+    The gradient of a step is ``sum(w_i g_i) / sum(w_i)`` over its micro-batches and all processes. The weights ``w_i``
+    become known one at a time, so each loss is divided by an estimate, ``steps`` times the weight of the first batch.
+    At the end, gradients are corrected if the sum differs: after a short window, a short batch, or with token
+    weights.
 
     Args:
-        steps: micro-batches of a window.
-        data: the processes among which batches are divided.
-        losses: these, and those that compute parts of the same batch: gradients are averaged over all of them.
+        steps: the number of micro-batches in a window.
+        data: the processes over which batches are sharded.
+        losses: the group over which gradients are averaged: ``data``, and processes that compute parts of one batch.
         sync_with_dataloader: whether the last batch of a loader ends a window.
         adjust_scheduler: whether schedulers count the calls inside a window.
-        quiet: the context in which the gradients of some models stay on their process.
-        complete: the strategy's, after the last backward of a window; returns the gradients where they are kept.
+        quiet: returns the context in which models do not exchange gradients.
+        complete: the strategy's function after the last backward of a window; returns the gradients in place.
 
     Attributes:
         sync: whether this micro-batch ends its window.
         batches: the loader of the current batch, or None.
-        reading: loaders that are being read, in the order in which that began.
+        reading: loaders that are being read, the latest last.
         turn: the number of this micro-batch.
-        taken: steps that optimizers took.
-        ahead: whether its backward is still to come.
-        joining: whether processes may have left, so that weights are not exchanged.
+        taken: the number of optimizer steps.
+        ahead: whether this micro-batch has not run its backward yet.
+        joining: whether processes may have no batches left, so that weights are not exchanged.
         models: the models of the next micro-batch.
-        corrected: optimizers whose gradients are corrected, and not used yet.
+        corrected: optimizers whose gradients were corrected, and which have not stepped since.
     """
 
     def __init__(
@@ -96,18 +96,18 @@ class Accumulation:
         self._quiet = quiet
         self._complete = complete
         self._silence: AbstractContextManager[None] | None = None
-        self._count = 0  # micro-batches since a window began
-        self._inside = False  # an `accumulate` context
+        self._count = 0  # micro-batches since the window began
+        self._inside = False  # whether an `accumulate` context is open
         self._reference: float | None = None  # the divisor of losses
-        self._expected = 0.0  # the weight that a correction compares with
-        self._known = 0.0  # weight of the micro-batches before, over all processes
-        self._mine = 0.0  # the same, where only this process knows its own
+        self._expected = 0.0  # the total weight at which gradients need no correction
+        self._known = 0.0  # weight of the earlier micro-batches, over all processes
+        self._mine = 0.0  # the same, where each process knows only its own weight
         self._weight = 0.0  # of this micro-batch
-        self._shared = True  # whether it is over all processes
-        self._counts = False  # whether weights are those of batches, so that a correction makes sense
-        self._explicit = False  # whether the user gives weights
-        self._asks = False  # whether the weights of other processes are not known
-        self._done = False  # whether an optimizer was stepped with it
+        self._shared = True  # whether `_weight` covers all processes
+        self._counts = False  # whether weights are those of batches, so that gradients can be corrected
+        self._explicit = False  # whether the user passes weights
+        self._asks = False  # whether the weights of other processes are unknown
+        self._done = False  # whether an optimizer has stepped with this window
 
     def __enter__(self) -> None:
         """Begin a micro-batch."""
@@ -142,21 +142,21 @@ class Accumulation:
         self._known = self._mine = self._weight = 0.0
         self._reference = None
         self._explicit = self._asks = self._done = self._counts = False
-        if self.corrected:  # a step that was not taken: its gradients may be dropped by now
+        if self.corrected:  # after an abandoned step, its gradients may be cleared
             self.corrected = {optimizer for optimizer in self.corrected if has_gradients(optimizer)}
 
     def scale(self, loss: Tensor, weight: float | None) -> Tensor:
         """Scale a loss for its backward, and record its weight.
 
-        Outside of `accumulate` each batch is divided by its weight over all processes: a loop that counts micro-batches
-        itself gets the sum of their means, as in one process. For streams that is a small exchange on the CPU.
+        Outside `accumulate`, each loss is divided by the batch's weight over all processes: a loop that counts
+        micro-batches gets the sum of their means, as in a single process. For streams this takes a small CPU exchange.
 
         Args:
             loss: a mean over the batch; with ``weight`` a sum.
-            weight: how many things ``loss`` sums over: tokens, for instance. None: the batch's samples.
+            weight: the number of terms in the sum, for example tokens. None: the batch's samples.
 
         Raises:
-            ConfigurationError: two losses of one batch weigh differently, or only some are given a weight.
+            ConfigurationError: two losses of one batch have different weights, or only some losses have a weight.
         """
         inside = self._inside
         self._reached = self.turn
@@ -171,7 +171,7 @@ class Accumulation:
             )
         batches, size = self.batches, self.data.size
         if not inside:
-            # A loop that counts micro-batches itself: each has the same share, and is complete when it is added.
+            # The loop counts micro-batches itself: all have equal weight, so each backward adds a complete gradient.
             self._begin()
             if batches is not None and batches.total is None:
                 batches.total = sum(row[0] for row in self.data.agree([batches.weight]))
@@ -222,15 +222,15 @@ class Accumulation:
         return loss
 
     def empties(self, before: int) -> bool:
-        """Whether ``zero_grad`` before a backward drops gradients: once a window, however often a loop calls it.
+        """Whether ``zero_grad`` before a backward clears gradients: once per window, however often a loop calls it.
 
         Args:
-            before: the micro-batch of its last call before a backward.
+            before: the micro-batch in which ``zero_grad`` was last called before a backward.
         """
-        earlier = self.turn - self._count  # the last micro-batch of the window before
+        earlier = self.turn - self._count  # the last micro-batch of the previous window
         if 0 < self._reached <= earlier:
             return True
-        # A loop that does not call it before every backward abandons the window.
+        # A loop that does not call `zero_grad` before every backward abandons the window by this call.
         return self.sync and not earlier < before == self._reached
 
     @property
@@ -239,9 +239,9 @@ class Accumulation:
         return self._reference is not None
 
     def correct(self, optimizer: Optimizer) -> None:
-        """Correct an optimizer's complete gradients for the weights of the window; once a window.
+        """Correct an optimizer's complete gradients for the weights of the window; once per window.
 
-        With several processes and weights that only they know, this is a small exchange on the CPU.
+        If each process knows only its own weights, this takes a small exchange on the CPU.
         """
         self._done = True
         if optimizer in self.corrected:
@@ -259,7 +259,7 @@ class Accumulation:
         else:
             mine += self._weight
         if self._asks:
-            among = self.losses if self._explicit else self.data  # parts of one batch have the weight of all of it
+            among = self.losses if self._explicit else self.data  # all parts of a batch have its full weight
             found += sum(row[0] for row in among.agree([mine]))
             self.corrected.add(optimizer)
         if found == self._expected:
@@ -274,13 +274,13 @@ class Accumulation:
             torch._foreach_mul_(gradients, self._expected / found)
 
     def left(self, batches: Batches) -> None:
-        """Forget a loader that is read no longer; of two that are read side by side either may end first."""
+        """Remove a loader whose iteration has ended; of two loaders that are read together either may end first."""
         if batches in self.reading:
             self.reading.remove(batches)
         self.batches = self.reading[-1] if self.reading else None
 
     def reset(self) -> None:
-        """Abandon a step that was begun."""
+        """Abandon the current step."""
         self._begin()
         self.reading.clear()
         self._count = 0
@@ -290,11 +290,11 @@ class Accumulation:
         self.corrected.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """The position in the window; gradients are not part of it."""
+        """Return the position in the window, without gradients."""
         return {"sync": self.sync, "count": self._count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state_dict` was taken."""
+        """Continue at a saved position."""
         self._begin()
         self.corrected.clear()
         self.sync = bool(state["sync"])
@@ -303,10 +303,10 @@ class Accumulation:
 
 @final
 class GradientState:
-    """The state of the accumulation, under Accelerate's names; a view.
+    """A view of the accumulation state under Accelerate's names.
 
     Args:
-        accumulation: of the Accelerator.
+        accumulation: the Accelerator's accumulation window.
     """
 
     def __init__(self, accumulation: Accumulation) -> None:
@@ -319,17 +319,17 @@ class GradientState:
 
     @property
     def num_steps(self) -> int:
-        """Micro-batches of an optimizer step."""
+        """The number of micro-batches per optimizer step."""
         return self._accumulation.steps
 
     @property
     def active_dataloader(self) -> Batches | None:
-        """The prepared loader that is read."""
+        """The prepared loader that is being read, or None."""
         return self._accumulation.batches
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is read."""
+        """Whether a prepared loader is being read."""
         return self._accumulation.batches is not None
 
     @property
@@ -340,7 +340,7 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """Samples of the current batch, over all processes, that are not repeated; -1: all of them."""
+        """The samples of the current batch over all processes that are not repeated; -1: all of them."""
         batches = self._accumulation.batches
         return -1 if batches is None or batches.counts is None else sum(batches.counts)
 

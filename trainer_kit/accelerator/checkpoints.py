@@ -1,4 +1,4 @@
-"""Saving and loading everything that was prepared, as the committed directories that a Trainer writes, and weights."""
+"""Save and load all prepared objects, as committed directories like a Trainer's, and weights alone."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
 
 @final
 class Checkpoints:
-    """Writes and reads states and weights; every process makes the same calls.
+    """Writes and reads states and weights; all calls are collective.
 
     Args:
-        processes: that work together.
+        processes: the processes of the run.
         strategy: collects and restores modules and optimizers.
-        precision: part of a state.
-        accumulation: likewise.
+        precision: saved in a state.
+        accumulation: saved in a state.
         prepared: the models, optimizers, loaders and schedulers of a state.
-        project: where the project writes.
+        project: the configuration of the project's directories.
 
     Attributes:
-        step: a number that a state keeps for the user.
+        step: a number that a state stores for the user.
         objects: the registered objects.
     """
 
@@ -88,13 +88,13 @@ class Checkpoints:
         self._project = project
         self._world = processes.world
 
-    # -- what belongs to a state -----------------------------------------------------------------------------------
+    # -- the content of a state ------------------------------------------------------------------------------------
 
     def register(self, objects: Collection[Any]) -> None:
-        """Keep further objects in saved states, by ``state_dict`` and ``load_state_dict``.
+        """Include further objects in saved states, through ``state_dict`` and ``load_state_dict``.
 
         Raises:
-            ConfigurationError: an object has no such methods.
+            ConfigurationError: an object lacks these methods.
         """
         refused = [
             type(one).__name__
@@ -130,7 +130,7 @@ class Checkpoints:
         return [one.optimizer for one in self._prepared.optimizers]
 
     def _collect(self, weights: list[dict[str, Any]]) -> dict[str, Any]:
-        """Collect a state; every process calls it, and gets the same one but for its own buffers."""
+        """Collect a state; collective call. The result is equal on all processes, except for each process's buffers."""
         names = self._names()
         state: dict[str, Any] = {_part(i): part for i, part in enumerate(weights)}
         state["optimizers"] = [optimizer_state(self._strategy, one, names) for one in self._optimizers]
@@ -148,10 +148,10 @@ class Checkpoints:
 
         state["rng"], loaders, ranks = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
         state["data_ranks"] = ranks
-        by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # the first of several that read the same
+        by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # the first rank of those with equal data
         state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
         buffers = self._world.gather_object(own)
-        if buffers is not None and any(any(theirs) for theirs in buffers):  # on the process that writes
+        if buffers is not None and any(any(theirs) for theirs in buffers):  # None on all but the writing process
             state["buffers"] = buffers
         advances = [one.times for one in self._prepared.schedulers]
         state["progress"] = {"step": self.step, "iteration": self._project.iteration, "scheduler_steps": advances}
@@ -165,23 +165,23 @@ class Checkpoints:
         }
 
     def _name(self, model: int, name: str) -> str:
-        """The name of a parameter among those of all models."""
+        """Return the name of a parameter that is unique among all models."""
         return f"{model}.{name}" if len(self._prepared.models) > 1 else name
 
     # -- states ----------------------------------------------------------------------------------------------------
 
     def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool) -> str:
-        """Save everything prepared and registered, and the generators.
+        """Save all prepared and registered objects, and the random generators.
 
         Args:
-            output_dir: where; None, or automatic naming: ``<project_dir>/checkpoints/checkpoint_<iteration>``.
-            safe_serialization: False is refused: nothing is pickled.
+            output_dir: the directory; None, or automatic naming: ``<project_dir>/checkpoints/checkpoint_<iteration>``.
+            safe_serialization: False is refused: states contain no pickles.
 
         Returns:
             The path.
 
         Raises:
-            CheckpointError: a value that cannot be saved, by key, or a storage that fails.
+            CheckpointError: a value cannot be saved (the message has its key), or the storage fails.
         """
         if not safe_serialization:
             raise refused("safe_serialization", "safe_serialization=False")
@@ -217,7 +217,7 @@ class Checkpoints:
         info = {"step": self.step, "world_size": self._processes.num_processes, "iteration": self._project.iteration}
 
         if self._strategy.sharded:
-            from trainer_kit.checkpoint.sharded import write_sharded  # torch's planner: half a second
+            from trainer_kit.checkpoint.sharded import write_sharded  # importing torch's planner takes half a second
 
             write_sharded(target, state, info=info, group=self._world.side_group(), overwrite=True, staged=work)
 
@@ -229,7 +229,7 @@ class Checkpoints:
         on_rank_zero(self._world, write)
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """The state; of divided tensors this process's parts."""
+        """Read a state; of sharded tensors only this process's shards."""
         if not self._strategy.sharded:
             return fail_together(self._world, lambda: read_checkpoint(path))
         from trainer_kit.checkpoint.sharded import read_divided
@@ -238,20 +238,20 @@ class Checkpoints:
         elsewhere: dict[str, Collection[str]] = {}
         every = fail_together(self._world, lambda: [held_of(self._strategy, module) for module in self._modules])
         for i, (held, absent) in enumerate(every):
-            elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # of one model, where there are any
+            elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # such a strategy has one model
             for name, tensor in held.items():
                 like[name] = like[f"{i}.{name}"] = tensor
         return read_divided(path, like, elsewhere=elsewhere, group=self._world.side_group())
 
     def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> None:
-        """Restore what `save_state` or DeepSpeed wrote; the same things are prepared, in the same order.
+        """Restore a state of `save_state` or DeepSpeed; the same objects must be prepared in the same order.
 
         Args:
-            input_dir: the directory; None: the project's newest one that is whole.
-            load_options: of ``load_state_dict`` of the models: ``strict``, ``assign``.
+            input_dir: the directory; None: the project's newest intact checkpoint.
+            load_options: arguments of the models' ``load_state_dict``: ``strict``, ``assign``.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or does not fit what was prepared.
+            CheckpointError: there is no checkpoint, it is damaged, or it does not match the prepared objects.
         """
         path = self._find(input_dir)
         if (theirs := fail_together(self._world, lambda: find_deepspeed(path))) is not None:
@@ -326,9 +326,9 @@ class Checkpoints:
             say(f"load_state: the data keep the order of the state, not that of seed={prepared.data_seed}")
 
     def _compare_schedulers(self, before: list[int] | None) -> None:
-        """Warn where schedulers now advance another number of times in each step, and so disagree with the state."""
+        """Warn if the number of scheduler steps per optimizer step differs from the saved run."""
         now = [one.times for one in self._prepared.schedulers]
-        before = before or [1] * len(now)  # older states do not have it
+        before = before or [1] * len(now)  # older states do not store it
         if before != now:
             self._processes.print(
                 f"schedulers advanced {max(before)} times an optimizer step when this state was saved, and advance "
@@ -353,11 +353,11 @@ class Checkpoints:
             )
 
     def _agreed(self, path: str | os.PathLike[str]) -> Path:
-        """The main process's directory: a script may have made a temporary one on each process."""
+        """Return the main process's directory: a script may have made a temporary directory on each process."""
         return Path(on_rank_zero(self._world, lambda: str(_local_directory(path))))
 
     def _root(self, call: str, fix: str) -> Path:
-        """The directory of the project's checkpoints."""
+        """Return the directory of the project's checkpoints."""
         if self._project.project_path is None:
             raise ConfigurationError(f"{call} needs a directory", fix=fix)
         return _local_directory(self._project.project_path) / "checkpoints"
@@ -386,13 +386,13 @@ class Checkpoints:
         def free() -> int:
             taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
             wanted = self._project.iteration
-            return max(taken) + 1 if wanted in taken else wanted  # the checkpoints of an earlier run stay
+            return max(taken) + 1 if wanted in taken else wanted  # keep the checkpoints of an earlier run
 
         self._project.iteration = on_rank_zero(self._world, free)
         return root / f"checkpoint_{self._project.iteration}"
 
     def _prune(self, newest: Path) -> None:
-        """Delete what is over the limit, the oldest first, now that the newest is durable."""
+        """Delete the oldest checkpoints beyond the limit; called when the newest one is durable."""
         limit = self._project.total_limit
         if limit is None or not self._project.automatic_checkpoint_naming:
             return
@@ -408,10 +408,10 @@ class Checkpoints:
     # -- weights alone ---------------------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrapped: bool = True) -> dict[str, Any]:
-        """The weights of a prepared model, whole, by the user's names.
+        """Return the full weights of a prepared model under the user's names.
 
-        Where they are divided (FSDP, DeepSpeed, a mesh) every process calls it, and the main process gets them, on the
-        CPU; the others get an empty dict: a device never holds more than one whole weight at a time.
+        For sharded weights (FSDP, DeepSpeed, a mesh) this is a collective call: the main process gets the weights on
+        the CPU, and the others get an empty dict, so a device never holds more than one full weight at a time.
         """
         inner = unwrap(model)
         own = inner if unwrapped else model
@@ -425,7 +425,7 @@ class Checkpoints:
         tied = tied_names(found)
         names = list(found)
         held = None
-        if everywhere is not None:  # stages have other parameters, and share some
+        if everywhere is not None:  # pipeline stages have different parameters, and share some
             shared = {**tied, **self._strategy.shared_names(own)}
             names = list(everywhere)
             several = self._world.all_gather_object((list(found), shared))
@@ -433,7 +433,7 @@ class Checkpoints:
             tied = {name: kept for _, ties in several for name, kept in ties.items()}
         for name in names:
             value = found.pop(name, None)
-            if name in tied:  # the same tensor, which was gathered under its first name
+            if name in tied:  # a tied tensor is gathered only under its first name
                 if self._processes.is_main_process:
                     found[name] = found[tied[name]]
                 continue
@@ -446,7 +446,7 @@ class Checkpoints:
         return found
 
     def _sent(self, value: Any, source: int) -> Any:
-        """The value of process ``source``, for the main process; every process calls it."""
+        """Send the value of process ``source`` to the main process; collective call."""
         if source == 0:
             return value
         meta = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
@@ -464,14 +464,14 @@ class Checkpoints:
         max_shard_size: int | str,
         safe_serialization: bool,
     ) -> None:
-        """Write the weights as Hugging Face libraries load them: ``model.safetensors``, or shards and an index.
+        """Write the weights in Hugging Face's layout: ``model.safetensors``, or shards and an index.
 
         A tied weight is written once, under its first name.
 
         Args:
-            model: prepared or not.
-            save_directory: other files in it are not changed.
-            max_shard_size: of a file, in bytes or as ``"5GB"``.
+            model: a prepared model, or any other.
+            save_directory: the directory; its other files do not change.
+            max_shard_size: the largest file size, in bytes or as ``"5GB"``.
             safe_serialization: False writes ``pytorch_model.bin``, a pickle.
         """
         collective = self._strategy.sharded or self._strategy.owns_step
@@ -493,24 +493,24 @@ class Checkpoints:
                 os.replace(file, target / file.name)
             work.rmdir()
             for old in set(target.glob("model*.safetensors*")) - {target / file.name for file in made}:
-                old.unlink()  # last: until here one of the two is whole
+                old.unlink()  # last: until here one of the two is complete
 
         on_rank_zero(self._world, write)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
-        """``torch.save`` on the main process; with ``safe_serialization`` a dict of tensors as safetensors.
+        """Call ``torch.save`` on the main process; with ``safe_serialization`` write a dict of tensors as safetensors.
 
-        A file that is there is replaced when the new one is whole.
+        An existing file is replaced when the new one is complete.
 
         Raises:
-            ConfigurationError: ``safe_serialization``, and something is no tensor.
+            ConfigurationError: ``safe_serialization`` with a value that is not a tensor.
         """
         if self._processes.is_main_process:
             write_object(obj, f, safe_serialization)
 
 
 def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) -> None:
-    """As `Checkpoints.save`, on this process."""
+    """Write an object on this process, like `Checkpoints.save`."""
     target = _local_directory(f)
     part = target.with_name(f".{target.name}.{os.getpid()}")
     try:
@@ -525,7 +525,7 @@ def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) 
 
 
 def _part(index: int) -> str:
-    """The name of a model in a state."""
+    """Return the name of a model in a state."""
     return "model" if index == 0 else f"model_{index}"
 
 
@@ -534,16 +534,16 @@ def _entries(root: Path) -> list[str]:
 
 
 def _beside(path: Path) -> Path:
-    """Where hooks wrote before their files were part of a checkpoint."""
+    """Return the directory in which older versions stored the files of hooks."""
     return path.with_name(f"{path.name}.files")
 
 
 def _stage(target: Path) -> Path:
-    """The directory in which hooks write; an empty directory that the user made for the state is replaced."""
+    """Make the directory in which hooks write; it replaces an empty directory that the user made for the state."""
     try:
         if target.is_dir() and not target.is_symlink() and not any(target.iterdir()):
             target.rmdir()
-        clean_incomplete(target.parent)  # left by processes that were killed in a save
+        clean_incomplete(target.parent)  # left by processes that were killed during a save
     except OSError as error:
         raise io_failure(target, error, 0) from error
     return stage(target)
@@ -577,7 +577,7 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _local_directory(path: str | os.PathLike[str]) -> Path:
-    """A directory of this machine; hooks write beside a state, which they cannot at a URL."""
+    """Return a local directory; hooks write their files next to the state, which a URL does not support."""
     found = absolute(path)
     if not isinstance(found, Path):
         raise ConfigurationError(

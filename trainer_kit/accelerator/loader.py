@@ -28,7 +28,7 @@ _NESTED: Final = (Tensor, Mapping, list, tuple)
 _REFUSED: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)  # raised for batches that cannot be cut
 
 Turn = list[tuple[Any, int]]
-"""A batch for each process, with its number of samples."""
+"""One batch per process, each with its number of samples."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""Python's logging among several processes."""
+"""Python logging in runs of several processes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
         self._warned: set[str] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """As ``logging.Logger.log``.
+        """Log a message, like ``logging.Logger.log``.
 
         Args:
-            level: of `logging`.
+            level: a level of `logging`.
             msg: the message.
-            args: go into the message.
-            kwargs: of `logging`, and ``main_process_only`` (True), ``in_order``: False and False, every process
-                writes as it comes; ``in_order=True``: one after the other, and every process calls it.
+            args: arguments for the message's placeholders.
+            kwargs: options of `logging`; ``main_process_only=False``: every process writes; ``in_order=True``: all
+                processes write one after the other, in a collective call.
         """
         only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         kwargs.setdefault("stacklevel", 2)
@@ -49,22 +49,22 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
                 dist.barrier()
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """``warning``, once for the same arguments."""
+        """Log a warning once for each set of arguments."""
         if (key := repr((args, kwargs))) not in self._warned:
             self._warned.add(key)
             self.warning(*args, **{"stacklevel": 3, **kwargs})
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """The message as it is."""
+        """Return the message unchanged."""
         return msg, kwargs
 
 
 def get_logger(name: str, log_level: str | None = None) -> RankLogger:
-    """``logging.getLogger(name)`` that writes once, on the main process, unless ``main_process_only=False`` is passed.
+    """Return a logger that writes on the main process only, unless a call passes ``main_process_only=False``.
 
     Args:
-        name: as in `logging`.
-        log_level: ``"INFO"`` and so on; by default what ``ACCELERATE_LOG_LEVEL`` says.
+        name: a name for ``logging.getLogger``.
+        log_level: a level such as ``"INFO"``; by default the value of ``ACCELERATE_LOG_LEVEL``.
 
     Example:
         >>> get_logger(__name__).warning("printed once", main_process_only=True)

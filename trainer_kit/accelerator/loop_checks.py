@@ -22,7 +22,7 @@ __all__ = ["LoopChecks"]
 _LOOKS: Final = 3  # steps, and forwards without gradients, that are checked
 _OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
 _LATE: Final[list[RemovableHandle]] = []
-"""Hooks of deleted objects, to be removed at the next occasion."""
+"""Hooks of deleted objects, still to be removed."""
 
 
 @final

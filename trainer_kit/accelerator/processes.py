@@ -253,7 +253,7 @@ def _only(here: bool, function: _F) -> _F:
 
 
 _OF_ACCELERATORS: Final[WeakSet[Collectives]] = WeakSet()
-"""While one of them is in debug mode, the functions of this module are, too."""
+"""Collectives of Accelerators; if one of these is in debug mode, the functions of this module are too."""
 
 
 @final

@@ -1,4 +1,4 @@
-"""What scripts for Accelerate import beside the `Accelerator`: functions that ask for none, and types of its parts."""
+"""Names that Accelerate scripts import besides the `Accelerator`: functions that need no Accelerator, and types."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ __all__ = [
 
 
 class _Recognised(type):
-    """The type of what another call makes: ``isinstance`` finds it, and a call of the class refuses or forwards."""
+    """A metaclass for classes without instances: ``isinstance`` calls ``recognises``; a call forwards or raises."""
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return bool(cls.recognises(instance))  # type: ignore[attr-defined]
@@ -82,15 +82,15 @@ class _Recognised(type):
 
 @final
 class AcceleratorState(metaclass=_Recognised):
-    """A call gives the Accelerator that was made last: it has every attribute of Accelerate's state.
+    """A call returns the newest Accelerator, which has every attribute of Accelerate's state.
 
     Args:
-        mixed_precision: of a new Accelerator, where there is none.
+        mixed_precision: for a new Accelerator, if there is none.
         cpu: likewise.
-        options: further arguments of it.
+        options: further arguments of the new Accelerator.
 
     Raises:
-        ConfigurationError: the Accelerator has another precision.
+        ConfigurationError: the existing Accelerator has another precision.
 
     Example:
         >>> accelerator = Accelerator(cpu=True)
@@ -100,7 +100,7 @@ class AcceleratorState(metaclass=_Recognised):
 
     @staticmethod
     def recognises(instance: Any) -> bool:
-        """Whether it is an Accelerator."""
+        """Whether an object is an Accelerator."""
         return isinstance(instance, Accelerator)
 
     def __new__(cls, mixed_precision: str | None = None, cpu: bool = False, **options: Any) -> Any:
@@ -120,11 +120,11 @@ class AcceleratorState(metaclass=_Recognised):
 
 @final
 class GradientState(metaclass=_Recognised):
-    """A call gives the `Accelerator.gradient_state` of the Accelerator that was made last."""
+    """A call returns the `Accelerator.gradient_state` of the newest Accelerator."""
 
     @staticmethod
     def recognises(instance: Any) -> bool:
-        """Whether it is the state of an accumulation."""
+        """Whether an object is the state of an accumulation."""
         return isinstance(instance, GradientView)
 
     def __new__(cls, gradient_accumulation_plugin: Any = None) -> Any:
@@ -133,11 +133,11 @@ class GradientState(metaclass=_Recognised):
 
     @staticmethod
     def _reset_state() -> None:
-        """Accepted: it belongs to its Accelerator."""
+        """Accepted, without effect: each Accelerator has its own state."""
 
 
 def _window() -> Accumulation:
-    """The accumulation of the newest Accelerator; one of a step, where there is none."""
+    """Return the accumulation of the newest Accelerator; without one, a window of one micro-batch."""
     found, world = newest(), PartialState().world
     return Accumulation(1, world, world) if found is None else found.accumulation
 
@@ -148,7 +148,7 @@ def is_initialized() -> bool:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
-    """The DeepSpeed plugin in use, of an Accelerator or its state."""
+    """Return the active DeepSpeed plugin of an Accelerator or its state."""
     found: DeepSpeedPlugin | None = state.deepspeed_plugin
     return found
 
@@ -156,7 +156,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin | None:
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """The autocast of the newest Accelerator; nothing without ``native_amp``."""
+    """Return the autocast context of the newest Accelerator; without ``native_amp`` one that does nothing."""
     found = newest() if native_amp else None
     return nullcontext() if found is None else found.autocast(autocast_kwargs)
 
@@ -164,12 +164,12 @@ def get_mixed_precision_context_manager(
 def GatheredParameters(
     params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
 ) -> AbstractContextManager[Any]:
-    """Inside, parameters that DeepSpeed divides are whole; without its stage 3 this does nothing.
+    """Gather parameters that DeepSpeed shards in this context; without its stage 3 this does nothing.
 
     Args:
         params: a parameter, or several.
-        modifier_rank: the process whose changes count.
-        fwd_module: whose forward needs them.
+        modifier_rank: the process whose changes are kept.
+        fwd_module: the module whose forward uses the parameters.
         enabled: False: do nothing.
     """
     plugin = getattr(newest(), "deepspeed_plugin", None)
@@ -190,7 +190,7 @@ def wait_for_everyone() -> None:
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A progress bar of ``tqdm``, on the first process of each machine.
+    """Return a progress bar of ``tqdm``, on the first process of each machine.
 
     Args:
         args: of ``tqdm.tqdm``.
@@ -198,7 +198,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         kwargs: of ``tqdm.tqdm``.
 
     Raises:
-        ConfigurationError: the first argument is True or False, which were ``main_process_only`` once.
+        ConfigurationError: the first argument is a bool, which old scripts passed for ``main_process_only``.
 
     Example:
         >>> list(tqdm([1, 2], disable=True))
@@ -213,18 +213,18 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: torch.Generator | None = None) -> None:
-    """Give every process one of the main process's generators; see `synchronize_rng_states`."""
+    """Copy one random state of the main process to every process; see `synchronize_rng_states`."""
     synchronize_rng_states([rng_type], generator)
 
 
 def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
-    """The tensor of the one process that has one, for every process.
+    """Send the tensor of the one process that has a tensor to every process.
 
     Args:
-        tensor: None on every other process.
+        tensor: the tensor; None on all other processes.
 
     Raises:
-        ConfigurationError: no process has one, or several have.
+        ConfigurationError: not exactly one process has a tensor.
     """
     state = PartialState()
     held = state.collectives.gather_object([tensor is not None])
@@ -243,10 +243,10 @@ def save(
     """``torch.save`` on the main process; see `Accelerator.save`.
 
     Args:
-        obj: what is saved.
+        obj: the object to save.
         f: the file.
         save_on_each_node: the first process of each machine writes.
-        safe_serialization: a dict of tensors as safetensors.
+        safe_serialization: write a dict of tensors as safetensors.
     """
     state = PartialState()
     if state.is_local_main_process if save_on_each_node else state.is_main_process:
@@ -259,13 +259,13 @@ def save(
 def extract_model_from_parallel(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> nn.Module:
-    """The user's own model; see `Accelerator.unwrap_model`.
+    """Return the user's model; see `Accelerator.unwrap_model`.
 
     Args:
-        model: prepared or not.
-        keep_fp32_wrapper: its forward stays in the precision that it was prepared for.
-        keep_torch_compile: a compiled model stays compiled.
-        recursive: unwrap its parts, too.
+        model: a prepared model, or any other.
+        keep_fp32_wrapper: keep the precision of the model's forward.
+        keep_torch_compile: keep a compiled model compiled.
+        recursive: unwrap its submodules too.
     """
     own = unwrap(model, keep_fp32_wrapper)
     for name, child in own.named_children() if recursive else ():
@@ -276,11 +276,11 @@ def extract_model_from_parallel(
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each block of a model for itself, in place; a model without repeated blocks as a whole.
+    """Compile each block of a model separately, in place; compile a model without repeated blocks as a whole.
 
     Args:
-        module: is returned.
-        compile_kwargs: of ``torch.compile``.
+        module: the model, which is also returned.
+        compile_kwargs: arguments of ``torch.compile``.
     """
     if units(module, None):
         Compile(options=compile_kwargs).apply(module)
@@ -297,18 +297,18 @@ def save_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Write the weights of a model that FSDP divides to ``pytorch_model_fsdp_<index>/``, whole, as safetensors.
+    """Write the full weights of an FSDP model as safetensors to ``pytorch_model_fsdp_<index>/``.
 
     Args:
-        fsdp_plugin: accepted; the Accelerator knows how it is divided.
-        accelerator: which prepared it.
-        model: every process calls this.
-        output_dir: the folder around.
-        model_index: in the name.
+        fsdp_plugin: accepted, without effect.
+        accelerator: the Accelerator that prepared the model.
+        model: the model; collective call.
+        output_dir: the parent directory.
+        model_index: the index in the directory's name.
         adapter_only: refused: filter ``accelerator.get_state_dict(model)``.
 
     Raises:
-        ConfigurationError: ``adapter_only``.
+        ConfigurationError: ``adapter_only`` is True.
     """
     _refuse_adapters(adapter_only)
     accelerator.save_model(model, _folder(output_dir, model_index))
@@ -322,7 +322,7 @@ def load_fsdp_model(
     model_index: int = 0,
     adapter_only: bool = False,
 ) -> None:
-    """Load what `save_fsdp_model` wrote; the arguments are the same."""
+    """Load the weights that `save_fsdp_model` wrote; the arguments are the same."""
     _refuse_adapters(adapter_only)
     accelerator.strategy.load_module_state(unwrap(model), read_weights(_folder(input_dir, model_index)), True)
     accelerator.wait_for_everyone()
@@ -334,11 +334,11 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Write the weights of a directory as ``model.safetensors`` of another one; see ``trainer-kit merge-weights``.
+    """Merge the weights of a directory into ``model.safetensors`` in another one; see ``trainer-kit merge-weights``.
 
     Args:
-        checkpoint_dir: what `save_fsdp_model` wrote, or anything that `read_weights` reads.
-        output_path: a directory; it is made where it is missing.
+        checkpoint_dir: a directory from `save_fsdp_model`, or any checkpoint that `read_weights` reads.
+        output_path: a directory; it is created if missing.
         safe_serialization: False writes ``pytorch_model.bin``.
         remove_checkpoint_dir: delete the first directory afterwards.
 
@@ -383,25 +383,25 @@ class PreparedLoaderType(metaclass=_LoaderType):
 
     @staticmethod
     def recognises(instance: Any) -> bool:
-        """Whether it is one."""
+        """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader)
 
 
 class DataLoaderShard(metaclass=_LoaderType):
-    """A loader that `prepare` returns, of which each process reads its part."""
+    """A loader from `prepare` of which each process reads its own shard."""
 
     @staticmethod
     def recognises(instance: Any) -> bool:
-        """Whether it is one."""
+        """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader) and instance.dispatch is None
 
 
 class DataLoaderDispatcher(metaclass=_LoaderType):
-    """A loader that `prepare` returns, which the main process reads for all."""
+    """A loader from `prepare` that the main process reads for all processes."""
 
     @staticmethod
     def recognises(instance: Any) -> bool:
-        """Whether it is one."""
+        """Whether an object is such a loader."""
         return isinstance(instance, PreparedLoader) and instance.dispatch is not None
 
 
@@ -410,7 +410,7 @@ class SkipDataLoader(metaclass=_LoaderType):
 
     @staticmethod
     def recognises(instance: Any) -> bool:
-        """Whether it is one."""
+        """Whether an object is such a loader."""
         return isinstance(instance, LaterLoader)
 
 
@@ -431,16 +431,16 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
 ) -> PreparedLoader:
-    """A loader divided among the processes, as `Accelerator.prepare_data_loader` makes it.
+    """Shard a loader over the processes, like `Accelerator.prepare_data_loader`.
 
     Args:
         dataloader: the loader.
-        device: where batches go, with ``put_on_device``; by default the process's.
-        num_processes: how many there are, where it is given.
-        process_index: which one this is, likewise.
-        split_batches: as `DataLoaderConfiguration`'s, as further options.
+        device: the device of batches, with ``put_on_device``; by default the process's device.
+        num_processes: if given, the number of processes of the run.
+        process_index: if given, the rank of this process.
+        split_batches: as for `DataLoaderConfiguration`, like other options.
         put_on_device: whether batches are moved.
-        rng_types: accepted; the order is a function of seed and epoch on every process.
+        rng_types: accepted; the data order is a function of seed and epoch on every process.
         dispatch_batches: likewise.
         even_batches: likewise.
         slice_fn_for_dispatch: accepted.
@@ -448,10 +448,10 @@ def prepare_data_loader(
         data_seed: likewise.
         non_blocking: likewise.
         use_stateful_dataloader: likewise.
-        torch_device_mesh: refused: prepare it by an Accelerator.
+        torch_device_mesh: refused: prepare the loader with an Accelerator.
 
     Raises:
-        ConfigurationError: a number of processes that is not theirs, or a mesh.
+        ConfigurationError: ``num_processes`` or ``process_index`` is not the run's, or a mesh is given.
     """
     state = PartialState()
     mine = (state.num_processes, state.process_index)
@@ -474,7 +474,7 @@ def prepare_data_loader(
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """What gives a loader its indices."""
+    """Return the sampler that yields a loader's indices."""
     batches = getattr(dataloader, "batch_sampler", None)
     return getattr(batches, "sampler", None) or getattr(dataloader, "sampler", None)
 
@@ -484,7 +484,7 @@ class SeedableRandomSampler(RandomSampler):
 
     Args:
         args: of torch's ``RandomSampler``.
-        data_seed: the seed; by default torch's.
+        data_seed: the seed; by default torch's initial seed.
         kwargs: of torch's ``RandomSampler``.
 
     Example:
@@ -508,12 +508,12 @@ class SeedableRandomSampler(RandomSampler):
         self.set_epoch(self.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next order is that of an epoch."""
+        """Use the order of this epoch in the next iteration."""
         self.epoch = epoch
 
 
 def _shares(turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_last: bool, even: bool) -> Iterator[Any]:
-    """The share of a process in each turn; a short turn is filled up from the start of the data."""
+    """Yield a process's share of each turn; a short turn is filled up from the start of the data."""
     first: list[Any] = []
     for turn in turns:
         first = first or turn
@@ -527,17 +527,17 @@ def _shares(turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_l
 
 @final
 class BatchSamplerShard(BatchSampler):
-    """The batches of one process, of a sampler for all of them.
+    """The batches of one process, from a batch sampler for all processes.
 
     Args:
-        batch_sampler: for all processes.
-        num_processes: how many there are.
-        process_index: which of them this is.
-        split_batches: each process gets a part of every batch; else every so many-th batch.
+        batch_sampler: the batch sampler for all processes.
+        num_processes: the number of processes.
+        process_index: the rank of this process.
+        split_batches: each process gets a part of every batch; otherwise every ``num_processes``-th batch.
         even_batches: every process gets equally many samples: the last batches are filled up from the start.
 
     Raises:
-        ConfigurationError: ``split_batches`` with batches that cannot be divided.
+        ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
 
     Example:
         >>> from torch.utils.data import BatchSampler
@@ -568,7 +568,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Batches of all processes."""
+        """The number of batches over all processes."""
         return len(self.batch_sampler)
 
     def __len__(self) -> int:
@@ -587,15 +587,15 @@ class BatchSamplerShard(BatchSampler):
 
 @final
 class IterableDatasetShard(IterableDataset[Any]):
-    """The samples of one process, of a stream for all of them.
+    """The samples of one process, from a stream for all processes.
 
     Args:
         dataset: the stream.
-        batch_size: of the loader over this.
-        drop_last: leave out samples that fill no batch.
-        num_processes: how many there are.
-        process_index: which of them this is.
-        split_batches: ``batch_size`` is that of all processes together.
+        batch_size: the batch size of the loader that reads this data set.
+        drop_last: drop the samples of an incomplete last batch.
+        num_processes: the number of processes.
+        process_index: the rank of this process.
+        split_batches: ``batch_size`` is the total over all processes.
 
     Example:
         >>> [list(IterableDatasetShard(range(5), 2, num_processes=2, process_index=rank)) for rank in (0, 1)]
@@ -624,7 +624,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.split_batches = split_batches
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream, if it wants to know."""
+        """Call ``set_epoch`` of the stream, if it has this method."""
         self.epoch = epoch
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)

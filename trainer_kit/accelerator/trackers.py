@@ -1,4 +1,4 @@
-"""Trackers: the loggers of a Trainer, and trackers of the user, by Accelerate's calls."""
+"""Trackers: a Trainer's loggers and the user's own trackers, with Accelerate's methods."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _C = TypeVar("_C", bound=type)
 
 
 class LoggerType(str, Enum):
-    """Trackers by Hugging Face Accelerate's words; plain strings do as well.
+    """The trackers' names in Hugging Face Accelerate; plain strings work too.
 
     Example:
         >>> LoggerType.TENSORBOARD == "tensorboard"
@@ -93,14 +93,14 @@ def on_main_process(function: _F) -> _F:
 
 
 class GeneralTracker:
-    """A tracker of the user: a subclass has a ``name``, a ``tracker``, and its own ``log``.
+    """The base class of user-defined trackers: a subclass defines ``name``, ``tracker`` and ``log``.
 
     Attributes:
         name: the name for `Accelerator.get_tracker`.
-        requires_logging_directory: whether ``logging_dir`` must be given; where the class is made by name, it is its
+        requires_logging_directory: whether ``logging_dir`` must be set; a class that is chosen by name gets it as its
             second argument, after the project's name.
-        main_process_only: False: every process has its own.
-        tracker: the object that it writes with.
+        main_process_only: False: every process has its own tracker.
+        tracker: the object through which it writes.
     """
 
     name: str
@@ -108,20 +108,20 @@ class GeneralTracker:
     main_process_only: bool = True
 
     def start(self) -> None:
-        """Called once, before anything else."""
+        """Start the tracker; called once, before all other methods."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The hyperparameters of the run."""
+        """Store the hyperparameters of the run."""
 
     def log(self, values: dict[str, Any], step: int | None, **options: Any) -> None:
-        """Values of a step."""
+        """Log the values of a step."""
 
     def finish(self) -> None:
-        """The run is over."""
+        """Close the tracker at the end of the run."""
 
 
 def register_tracker_class(tracker: _C) -> _C:
-    """Make ``Accelerator(log_with=<its name>)`` find a `GeneralTracker` subclass; also a decorator.
+    """Register a `GeneralTracker` subclass for ``Accelerator(log_with=<its name>)``; also a decorator.
 
     Example:
         >>> @register_tracker_class
@@ -137,7 +137,7 @@ def register_tracker_class(tracker: _C) -> _C:
 
 @final
 class LoggerTracker(GeneralTracker):
-    """A logger of a Trainer, with a tracker's methods.
+    """A Trainer's logger with the methods of a tracker.
 
     Args:
         name: the name for `Accelerator.get_tracker`.
@@ -151,24 +151,24 @@ class LoggerTracker(GeneralTracker):
 
     @property
     def tracker(self) -> Any:
-        """The object that it writes with: the tracker's own run, TensorBoard's writer; else the logger itself."""
+        """The object through which it writes: the tracker's own run, TensorBoard's writer; else the logger itself."""
         return getattr(self.logger, "experiment", self.logger)
 
     writer = run = tracker
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """The hyperparameters of the run."""
+        """Store the hyperparameters of the run."""
         if hasattr(self.logger, "log_hyperparams"):
             self.logger.log_hyperparams(values)
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Values of a step; by default one more than the last. Numbers in dicts are named ``outer/inner``.
+        """Log the values of a step. Numbers in nested dicts get the name ``outer/inner``.
 
         Args:
-            values: by name. A tensor of one element is read here, which waits for the device. Text goes to every
-                tracker but those that write tables of numbers, other values to W&B alone.
-            step: of the values.
-            options: accepted.
+            values: by name. Reading a tensor of one element synchronises with the device. Text goes to all trackers
+                except those that write tables of numbers, other values only to W&B.
+            step: the step of the values; by default one more than the last.
+            options: accepted, without effect.
         """
         self._step = self._step + 1 if step is None else step
         numbers, others = _divided(values)
@@ -186,7 +186,7 @@ class LoggerTracker(GeneralTracker):
                     self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Pictures: arrays ``(n, height, width, 3)`` for TensorBoard, lists of pictures for the others."""
+        """Log images: arrays ``(n, height, width, 3)`` for TensorBoard, lists of images for other trackers."""
         if self.name == "wandb" or isinstance(self.logger, RunLogger):
             for name, pictures in values.items():
                 self.logger.log_image(name, list(pictures), step)
@@ -195,14 +195,14 @@ class LoggerTracker(GeneralTracker):
                 self.tracker.add_images(name, pictures, step, **{"dataformats": "NHWC", **options})
 
     def finish(self) -> None:
-        """The run is over."""
+        """Close the tracker at the end of the run."""
         if hasattr(self.logger, "finalize"):
             self.logger.finalize("success")
 
 
 @final
 class _NoTracker(GeneralTracker):
-    """The tracker of a process that does not have one: every call does nothing."""
+    """The tracker of a process that does not log: every call does nothing."""
 
     tracker: Any = None
 
@@ -221,7 +221,7 @@ def _label(queued: _Queued) -> str:
 
 @final
 class _Queued:
-    """A tracker as `Deliveries` calls a logger."""
+    """A tracker with the interface of a logger for `Deliveries`."""
 
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
@@ -239,7 +239,7 @@ class _Queued:
 
 
 def _copied(value: Any) -> Any:
-    """A value as it is now: the caller may change tensors, arrays and containers before a tracker takes them."""
+    """Copy a value: the caller may change tensors, arrays and containers before a tracker reads them."""
     if isinstance(value, Tensor):
         return value.detach().clone()
     if isinstance(value, Mapping):
@@ -273,13 +273,13 @@ class Trackers:
 
     Args:
         log_with: trackers, by name or as objects.
-        processes: the main process has the trackers.
-        project: where trackers write.
+        processes: the processes; the main process has the trackers.
+        project: the configuration of the project's directories.
 
     Attributes:
-        log_with: likewise.
+        log_with: see above.
         started: the trackers that `start` made.
-        continues: whether a saved state was loaded, so that the steps of an earlier run go on.
+        continues: whether a saved state was loaded, so that the step count of an earlier run continues.
     """
 
     def __init__(self, log_with: list[Any], processes: Processes, project: ProjectConfiguration) -> None:
@@ -287,14 +287,14 @@ class Trackers:
         self.started: list[Any] = []
         self.continues = False
         self._report: RunReport | None = None
-        self._facts: Callable[[], dict[str, Any]] | None = None  # until the report has begun
+        self._facts: Callable[[], dict[str, Any]] | None = None  # None once the report has begun
         self._step = -1
         self._processes = processes
         self._project = project
         self._deliveries = Deliveries(self._processes.print, _label)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process writes no report."""
+        """Leave out the report: a copy in another process must not write it."""
         return {**self.__dict__, "_report": None, "_facts": None}
 
     def start(
@@ -304,16 +304,16 @@ class Trackers:
         init_kwargs: Mapping[str, Mapping[str, Any]] | None,
         facts: Callable[[], dict[str, Any]],
     ) -> None:
-        """Start the trackers of ``log_with``; every process calls it, the main process logs.
+        """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
 
-        With a directory, they get a journal and a report beside them.
+        With a directory, a journal and a report are written too.
 
         Args:
             project_name: the tracker's project or experiment; for trackers that write files, a directory below
                 ``logging_dir``.
             config: hyperparameters.
-            init_kwargs: constructor arguments, by the tracker's name.
-            facts: what the report shows of the process; called at the first log.
+            init_kwargs: constructor arguments by tracker name.
+            facts: returns the report's facts about the process; called at the first log.
         """
         self._end_report("finished")
         options = {_word(name): dict(given) for name, given in (init_kwargs or {}).items()}
@@ -327,12 +327,12 @@ class Trackers:
         writing = [tracker for tracker in [*journal, *self.started] if self._writes(tracker)]
         self._deliveries.open([_Queued(tracker) for tracker in writing], None)
         self._deliveries.start("start", config)
-        atexit.register(self._leave)  # for a script without end_training
+        atexit.register(self._leave)  # for a script that does not call end_training
 
     def _open_report(
         self, project: str, config: dict[str, Any] | None, facts: Callable[[], dict[str, Any]]
     ) -> list[GeneralTracker]:
-        """Make the report, if there are trackers and a directory; returns the tracker that writes its journal."""
+        """Create the report if there are trackers and a directory; return the tracker that writes its journal."""
         given = (getattr(tracker, "logger", None) for tracker in self.started)
         own = next((logger for logger in given if isinstance(logger, JSONLLogger)), None)
         path = self._project.logging_path
@@ -350,7 +350,7 @@ class Trackers:
         return [] if own else [LoggerTracker("journal", journal)]
 
     def _begin_report(self, step: int) -> None:
-        """At the first log: now the loop is prepared, and it is known whether it continues an earlier one."""
+        """Begin the report at the first log, when everything is prepared and a state to resume has been loaded."""
         if self._report is None or self._facts is None:
             return
         facts, self._facts = self._facts, None
@@ -361,7 +361,7 @@ class Trackers:
         run = earlier[-1] if continues else secrets.token_hex(8)
         try:
             found = {**facts(), "run": run}
-        except Exception as error:  # what the user prepared may not describe itself
+        except Exception as error:  # describing the user's objects may fail
             found = {"run": run, "explain": f"not available: {type(error).__name__}: {error}"}
         self._report.begin("fit", found, self._processes.num_processes, step - 1 if continues else 0)
 
@@ -373,12 +373,12 @@ class Trackers:
 
     def _leave(self) -> None:
         self._deliveries.close(None)
-        error = getattr(sys, "last_value", None)  # what ended the script
+        error = getattr(sys, "last_value", None)  # the exception that ended the script
         failed = error is not None and not isinstance(error, KeyboardInterrupt)
         self._end_report("failed" if failed else "interrupted", error if failed else None)
 
     def end_by_hang(self, text: str, stacks: str) -> None:
-        """The watchdog ends the run; called by its thread, on any process."""
+        """Record that the watchdog ends the run; its thread calls this, on any process."""
         if self._report is not None:
             self._report.end_by_hang(text, stacks)
 
@@ -424,9 +424,9 @@ class Trackers:
         """Log values with every tracker, on the main process.
 
         Args:
-            values: by name; a tensor of one element is read here, which waits for the device.
-            step: of the values; by default one more than the last.
-            log_kwargs: by the tracker's name, options of its ``log``.
+            values: by name; reading a tensor of one element synchronises with the device.
+            step: the step of the values; by default one more than the last.
+            log_kwargs: options of the trackers' ``log`` by tracker name.
         """
         self._step = self._step + 1 if step is None else step
         if self._facts is not None:
@@ -437,10 +437,10 @@ class Trackers:
             one.put("log_metrics", given, step, options, number=0)
 
     def get(self, name: Any, unwrap: bool) -> Any:
-        """A tracker by name, once it has what was logged; ``unwrap``: the object that it writes with.
+        """Return a tracker by name, after it has received all logged values; ``unwrap``: the object that it wraps.
 
         Raises:
-            ConfigurationError: there is none of this name.
+            ConfigurationError: there is no tracker of this name.
         """
         self._deliveries.wait()
         for tracker in self.started:

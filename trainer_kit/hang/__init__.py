@@ -1,1 +1,1 @@
-"""Finds a rank that hangs, reports which one and where, and ends the run with exit code 75."""
+"""The hang watchdog: it detects a rank that hangs, reports which one and where, and exits with code 75."""

@@ -1,4 +1,4 @@
-"""How the ranks of a run that hangs end: all write their stacks and reports first, then the rank that hangs ends."""
+"""End a run that hangs: all ranks write their stacks and reports first, then the rank that hangs exits first."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainer_kit.launch.bootstrap import write_report
 __all__ = ["Verdict", "end_rank", "print_line"]
 
 _KIND: Final = "trainer_kit.core.errors.RankError"
-_MEETING: Final = 10.0  # seconds in which all ranks write, before the first of them ends
-_NOTING: Final = 5.0  # seconds in which the report of the run takes the end up
-_BEFORE_WAITING_RANKS: Final = 0.7  # seconds that the rank that hangs ends ahead of those that wait: launchers poll
+_MEETING: Final = 10.0  # seconds for all ranks to write, before the first one exits
+_NOTING: Final = 5.0  # seconds for the run's report to record the end
+_BEFORE_WAITING_RANKS: Final = 0.7  # seconds by which the rank that hangs exits first: launchers poll
 _FIX: Final = (
     "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
 )
@@ -30,16 +30,16 @@ _FIX: Final = (
 @final
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What one rank has decided for all.
+    """The decision of one rank, which all ranks follow.
 
     Attributes:
         problem: the headline.
         details: lines below it.
         culprits: the ranks that hang.
-        silent: ranks that do not answer.
-        ended: ranks that are past the loop.
-        code: the exit code of all.
-        directory: for the stacks, "" for none.
+        silent: the ranks that do not answer.
+        ended: the ranks that have left the loop.
+        code: the exit code of all ranks.
+        directory: the directory for stacks, "" for none.
         by: the rank that decided.
     """
 
@@ -54,7 +54,7 @@ class Verdict:
 
     @property
     def text(self) -> str:
-        """The message to the user."""
+        """Return the message to the user."""
         lines = "\n  ".join([self.problem, *self.details])
         return f"{lines}\n  fix: {_FIX}\nexiting {self.code}"
 
@@ -62,14 +62,14 @@ class Verdict:
 def end_rank(
     me: Report, size: int, verdict: Verdict, silent: Collection[Report], store: Any, note: Callable[[str, str], Any]
 ) -> NoReturn:
-    """Write this rank's stacks, report the failure to the launcher, and end this process when all ranks have done so.
+    """Write this rank's stacks, report the failure to the launcher, and exit when all ranks have done so.
 
     Args:
-        me: this rank.
-        size: number of ranks.
-        verdict: decided by one of the ranks.
-        silent: what is known of the ranks that do not answer; only for the rank that decided.
-        store: through which they meet; None where it does not answer.
+        me: the report of this rank.
+        size: the number of ranks.
+        verdict: the decision of one of the ranks.
+        silent: the reports on ranks that do not answer; only for the rank that decided.
+        store: the store for a barrier of the ranks; None if it does not answer.
         note: called with the text and the directory of the stacks, on the rank that decided; it has 5 seconds.
     """
     directory = Path(verdict.directory) if verdict.directory else None
@@ -80,19 +80,19 @@ def end_rank(
     hangs = me.rank in verdict.culprits
     waited = not hangs and verdict.culprits
     _write_report(me, f"waited for {ranks_named(verdict.culprits)}" if waited else verdict.problem, verdict, not hangs)
-    here = [one for one in silent if _is_here(one, me)]  # they can neither write nor end by themselves
+    here = [one for one in silent if _is_here(one, me)]  # these can neither write nor exit by themselves
     for one in here:
         if directory is not None:
             with suppress(OSError):
                 (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
-        one.at = me.at  # its own last sign of life may be older
+        one.at = me.at  # its own last report may be older
         _write_report(one, verdict.problem, verdict, False)
-    if verdict.by == me.rank:  # the main thread may hold what it needs
+    if verdict.by == me.rank:  # the main thread may hold locks that it needs
         noting = threading.Thread(target=note, args=(verdict.text, verdict.directory), daemon=True)
         noting.start()
         noting.join(_NOTING)
     if store is not None:
-        with suppress(RuntimeError):  # it may go with its process
+        with suppress(RuntimeError):  # the store may end with its process
             _meet(store, size - len({*verdict.silent, *verdict.ended}))
     for one in here:
         end_process(one.pid, one.started)
@@ -105,7 +105,7 @@ def end_rank(
 
 
 def _meet(store: Any, count: int) -> None:
-    """Wait for the others: a collective raises on the ranks that wait, as soon as one rank ends."""
+    """Wait for the other ranks: as soon as one exits, the collectives of waiting ranks raise."""
     until = time.monotonic() + _MEETING
     arrived = store.add("arrived", 1)
     while arrived < count and time.monotonic() < until:
@@ -119,7 +119,7 @@ def _is_here(one: Report, me: Report) -> bool:
 
 def _write_report(one: Report, text: str, verdict: Verdict, waited: bool) -> None:
     if one.error_file:
-        # torchrun prints the stack alone, our agent the message before it.
+        # torchrun prints only the stack; our agent also prints the message before it.
         end = [] if "TRAINER_KIT_AGENT_PID" in os.environ else [verdict.problem]
         stack = "\n".join([*verdict.details, f"fix: {_FIX}", *end])
         delay = 2 if waited else 0
@@ -133,6 +133,6 @@ def _flush() -> None:
 
 
 def print_line(text: str) -> None:
-    """Write to standard error, also while the main thread holds its lock."""
+    """Write a line to standard error, even while the main thread holds the stream's lock."""
     with suppress(OSError):
         os.write(2, f"{text}\n".encode())

@@ -1,4 +1,4 @@
-"""The collectives that this process has issued, from torch's flight recorder, without their stacks."""
+"""Read the collectives that this process has issued from torch's flight recorder, without stacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 __all__ = ["issued_calls"]
 
-_KEPT: Final = 64  # of each group
+_KEPT: Final = 64  # collectives kept per group
 _BYTES: Final = {
     "Float": 4,
     "Double": 8,
@@ -27,16 +27,16 @@ _BYTES: Final = {
 
 
 def issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
-    """The last collectives of the threads that train, by process group.
+    """Return the last collectives of the training threads, by process group.
 
-    Formatting the recorder's stacks takes seconds, so they stay out: the main thread's own stack shows its call.
+    Formatting the recorder's stacks takes seconds, so they are omitted: the main thread's stack shows its call.
 
     Returns:
-        By the name of a group, ``"ranks"`` (a list) and ``"calls"``, a list of ``[number, name with size, amount]``;
-        and the group and the number of the last one, or None. Nothing without a recorder.
+        For each group name ``"ranks"`` (a list) and ``"calls"``, a list of ``[number, name with size, amount]``; and
+        the group and number of the last collective, or None. Without a recorder an empty dict and None.
     """
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo's, NCCL's: not in every torch
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo, NCCL; some torch versions lack one
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
             entries += json.loads(dump() or "{}").get("entries", [])
@@ -46,7 +46,7 @@ def issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
     last: list[Any] | None = None
     for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
         group = entry["process_group"][0]
-        # Threads of ours exchange in groups of their own: for checkpoints.
+        # Our own threads use separate groups, for checkpoints.
         if entry.get("is_p2p") or entry.get("thread_id") in others or group not in ranks:
             continue
         calls = groups.setdefault(group, {"ranks": ranks[group], "calls": []})["calls"]
@@ -59,7 +59,7 @@ def issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
 
 
 def _named(entry: dict[str, Any]) -> tuple[str, str]:
-    """The name with the sizes of its input, and the amount of data."""
+    """Return a collective's name with its input sizes, and the amount of data."""
     name = str(entry["profiling_name"]).rpartition(":")[2]
     sizes = entry.get("input_sizes") or []
     text = ", ".join("x".join(map(str, size)) or "1" for size in sizes[:4]) + (", …" if len(sizes) > 4 else "")

@@ -1,4 +1,4 @@
-"""How long a rank may make no progress: the user's value, or one that follows the ordinary steps."""
+"""The hang timeout: the user's value, or a multiple of the duration of ordinary steps."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ __all__ = ["PATIENT", "ProgressClock", "chosen_timeout"]
 
 _VARIABLE: Final = "TRAINER_KIT_HANG_TIMEOUT"
 _LEAST: Final = 60.0
-_ORDINARY: Final = 10  # times the slowest ordinary step
-_FIRST: Final = 3  # steps in which libraries load, compile and tune
+_ORDINARY: Final = 10  # multiple of the slowest ordinary step
+_FIRST: Final = 3  # first steps, in which libraries load, compile and tune
 PATIENT: Final = 1800.0
-"""Seconds for phases that may take long: torch's own timeout of collectives."""
+"""The timeout in seconds of phases that may take long, equal to torch's timeout of collectives."""
 _SIGNAL_GRACE: Final = 15.0  # half of what torchrun and SLURM wait before SIGKILL
 
 
 def chosen_timeout(value: Any) -> float | None:
-    """Read the argument ``hang_timeout``.
+    """Parse the argument ``hang_timeout``.
 
     Args:
-        value: seconds, a duration such as ``"5min"``, a timedelta; False, 0 or ``"off"`` for no watchdog; None or True
-            for ``TRAINER_KIT_HANG_TIMEOUT``, else the default.
+        value: seconds, a duration such as ``"5min"``, or a timedelta; False, 0 or ``"off"``: no watchdog; None or
+            True: the value of ``TRAINER_KIT_HANG_TIMEOUT``, else the default.
 
     Returns:
         Seconds; infinite for no watchdog, None for the default.
 
     Raises:
-        ConfigurationError: it is no time.
+        ConfigurationError: ``value`` is not a duration.
     """
     if value is None or value is True:
         value = os.environ.get(_VARIABLE) or None
@@ -54,12 +54,12 @@ def chosen_timeout(value: Any) -> float | None:
 
 @final
 class ProgressClock:
-    """Measures how long a rank makes no progress; several threads never use one.
+    """Measures how long a rank makes no progress; not thread-safe.
 
     Args:
-        timeout: the user's, or None.
-        now: monotonic seconds.
-        step: completed steps.
+        timeout: the user's timeout, or None.
+        now: the monotonic time in seconds.
+        step: the number of completed steps.
     """
 
     def __init__(self, timeout: float | None, now: float, step: int) -> None:
@@ -70,7 +70,7 @@ class ProgressClock:
         self.position: Position | None = None
         self._token: Any = None
         self._step_since = now
-        self._ordinary = False  # the step that is running began before the first look
+        self._ordinary = False  # whether the current step was seen from its start, without a long phase
 
     @property
     def every(self) -> float:
@@ -78,14 +78,14 @@ class ProgressClock:
         return min(5.0, max(0.1, (self.timeout or _LEAST) / 40))
 
     def look(self, position: Position, step: int, token: Any, now: float, paused: float) -> None:
-        """Look once.
+        """Record one observation.
 
         Args:
-            position: of the main thread.
-            step: completed steps.
-            token: changes with each progress.
-            now: monotonic seconds.
-            paused: seconds in which this process did not run at all.
+            position: the position of the main thread.
+            step: the number of completed steps.
+            token: a value that changes with each progress.
+            now: the monotonic time in seconds.
+            paused: seconds for which this process did not run.
         """
         self.since += paused
         self._step_since += paused
@@ -102,17 +102,17 @@ class ProgressClock:
 
     @property
     def limit(self) -> float:
-        """Seconds without progress that are a hang where this rank is now."""
+        """The seconds without progress after which this rank hangs, in its current phase."""
         limit = max(_LEAST, _ORDINARY * self.slowest) if self.timeout is None else self.timeout
         starts = self.step - self._first < _FIRST
         compiles = self.position is not None and self.position.phase == "compilation"
-        # A rank that waits asks early: how much time is left depends on what it waits for.
+        # A waiting rank asks early: its remaining time depends on the rank for which it waits.
         long = self.timeout is None and self.position is not None and self.position.patient and not self.position.call
         return max(limit, PATIENT) if starts or compiles or long else limit
 
     @property
     def grace(self) -> float:
-        """Seconds without progress after SIGTERM that are a hang: more than an ordinary step takes."""
+        """The seconds without progress after SIGTERM that count as a hang: more than an ordinary step takes."""
         if self.position is not None and self.position.phase == "checkpoint":
-            return math.inf  # what it writes is what the signal asked for
+            return math.inf  # the signal asked for this checkpoint
         return max(min(_SIGNAL_GRACE, self.timeout or _SIGNAL_GRACE), 2 * self.slowest)

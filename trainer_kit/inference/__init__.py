@@ -1,4 +1,4 @@
-"""Models larger than memory: built without weights, spread over devices, offloaded to the host or to disk."""
+"""Models larger than memory: created without weights, distributed over devices, offloaded to the host or to disk."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 _Origin: TypeAlias = "tuple[Mapping[str, Tensor], str]"
-"""Weights that have the content of a tensor, and its name there."""
+"""The weights that hold a tensor's content, and its name in them."""
 _Source: TypeAlias = "Callable[[str], _Origin | None]"
 """Returns the origin of a meta tensor by its name in the model; None if it is unknown."""
 
@@ -65,8 +65,8 @@ class Dispatched:
         self.called: list[nn.Module] = []
 
     def guard(self, module: nn.Module) -> None:
-        """Refuse that a module is moved or cast."""
-        if "_apply" not in module.__dict__:  # a module may have two names
+        """Make calls that would move or cast a module raise an error."""
+        if "_apply" not in module.__dict__:  # a module with two names is visited twice
             module.__dict__["_apply"] = self.hooks.refuse_move
             self.guarded.append(module)
 
@@ -490,7 +490,7 @@ def dispatch_model(
             is deleted when no model uses it.
         offload_index: by name: ``{"safetensors_file": ..., "weight_name": ...}``.
         offload_buffers: offload the buffers of offloaded layers too; updates of them in a forward are lost.
-        skip_keys: names of keyword arguments, and of outputs in a mapping, that are not moved, such as a cache.
+        skip_keys: names of keyword arguments and of outputs in a mapping, such as a cache, that are not moved.
         preload_module_classes: names of classes whose modules use the weights of their layers without calling them.
         force_hooks: move inputs and outputs even if the map has a single device.
 

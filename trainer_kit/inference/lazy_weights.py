@@ -34,15 +34,15 @@ _SAFETENSORS: Final = ".safetensors"
 
 
 class Lazy(Mapping[str, Tensor], ABC):
-    """Tensors by name that are read, or made, at each access."""
+    """A mapping of names to tensors that are read or computed at each access."""
 
     @abstractmethod
     def __contains__(self, name: object) -> bool:
-        """Whether there is a tensor of this name; the default of Mapping would read it."""
+        """Whether there is a tensor of this name; Mapping's default would read the tensor."""
 
     @abstractmethod
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return several tensors, which share no memory."""
+        """Return several tensors that share no memory."""
 
     @abstractmethod
     def like(self, name: str) -> Tensor:
@@ -85,14 +85,14 @@ class OnDisk(Lazy):
         return self  # a copy of a model reads the same file, which exists as long as this object
 
     def read(self, names: Iterable[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return several tensors, which share no memory; each file is opened once, and closed at the end.
+        """Return several tensors that share no memory; each file is opened once, and closed at the end.
 
         Raises:
             CheckpointError: a file was deleted, or written again since this object was made.
         """
         names = list(names)
         used = {chunk.file for name in names for chunk in self._layout[name].chunks}
-        self._check(used)  # before: do not map a file that is shorter now
+        self._check(used)  # before reading: do not map a file that was truncated
         with ShardFiles(self.root) as files:
             whole = Assembled(files, self._layout, device)
             found = {name: whole[name] for name in names}
@@ -142,7 +142,7 @@ def have_equal_content(weights: Mapping[str, Tensor], one: str, other: str) -> b
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tensor]:
-    """Return the weights of a checkpoint by name, and read as little as possible.
+    """Open the weights of a checkpoint by name; safetensors and our checkpoints are read at each access.
 
     Args:
         checkpoint: a checkpoint of ours; a safetensors file, or a directory in Hugging Face's layout; an index; a
@@ -219,6 +219,6 @@ def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor])
 
 
 def _remove(file: Path, process: int) -> None:
-    if os.getpid() == process:  # not at the end of a forked process
+    if os.getpid() == process:  # not when a forked process ends
         with suppress(OSError):
             file.unlink()

@@ -1,4 +1,4 @@
-"""Make models without memory, and load checkpoints into them one tensor at a time."""
+"""Create models without memory, and load checkpoints into them one tensor at a time."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint, each tensor directly to its device in the device map.
 
-    Memory never holds more than the tensors that stay there and one more. Tensors that the map has on disk are not
-    loaded: safetensors and our checkpoints are read in place later, without a copy, and a file that has changed by then
-    raises an error in the forward that needs it. A model on several devices needs `dispatch_model` to run;
+    Host memory never holds more than one tensor besides those that stay there. Tensors that the map has on disk are not
+    loaded: safetensors and our checkpoints are read in place later, without a copy; if a file has changed by then, the
+    forward that needs it raises an error. A model on several devices needs `dispatch_model` to run;
     `load_checkpoint_and_dispatch` does both.
 
     Args:
@@ -102,7 +102,7 @@ def load_checkpoint_in_model(
         device_map: a device by name of a module. None: the current device of each tensor; for meta tensors the CPU.
         offload_folder: for weights that go to disk and are in no safetensors file.
         dtype: of all floating-point tensors; None: that of the model.
-        offload_state_dict: without effect: a second copy is never made.
+        offload_state_dict: without effect: loading never makes a second copy.
         offload_buffers: buffers of layers on disk stay on disk.
         keep_in_fp32_modules: names of modules whose weights are loaded as float32, whatever ``dtype`` is.
         offload_8bit_bnb: refused; use `load_and_quantize_model`.
@@ -215,7 +215,7 @@ def load_checkpoint_and_dispatch(
         offload_folder: for weights that go to disk and are in no safetensors file.
         offload_buffers: as for `dispatch_model`.
         dtype: of all floating-point tensors; None: that of the model.
-        offload_state_dict: without effect: a second copy is never made.
+        offload_state_dict: without effect: loading never makes a second copy.
         skip_keys: as for `dispatch_model`.
         preload_module_classes: as for `dispatch_model`.
         force_hooks: as for `dispatch_model`.
@@ -439,7 +439,7 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     """
     device = torch.device(device)
     thread = threading.get_ident()
-    moved: Any = WeakIdKeyDictionary()  # a tensor that is registered twice stays shared
+    moved: Any = WeakIdKeyDictionary()  # keeps tensors that are registered twice shared
 
     def move(module: nn.Module, name: str, tensor: Any) -> Any:
         if tensor is None or tensor.device == device or threading.get_ident() != thread or is_lazy(tensor):

@@ -41,7 +41,7 @@ class OffloadedTensor:
     """A parameter or buffer that is on its computing device only while its layers run.
 
     Args:
-        rest: the tensor that modules hold otherwise: the tensor itself in host memory, or a meta tensor.
+        rest: the tensor that modules hold between forwards: the tensor in host memory, or a meta tensor.
         source: the files to read it from; None: ``rest`` has its content.
         name: its name in ``source``.
         needs_gradient: whether it required a gradient before.
@@ -78,7 +78,7 @@ class OffloadedTensor:
             self._lent[device] = lent[0], lent[1] - 1
 
     def content(self, device: torch.device, read: dict[str, Tensor] | None = None) -> Tensor:
-        """Return its values on a device, in the dtype in which it is used."""
+        """Return the tensor's values on a device, in the dtype of the forward."""
         if self.source is None:
             return self.rest.detach().to(device)
         if read is None or self.name not in read:
@@ -86,12 +86,12 @@ class OffloadedTensor:
         return read[self.name].to(self.rest.dtype)
 
     def rests_in(self, module: nn.Module, key: str) -> bool:
-        """Whether a module holds this tensor, at rest or lent, and not a replacement."""
+        """Whether a module holds this tensor, offloaded or borrowed, and not a replacement."""
         held = (module._buffers if key in module._buffers else module._parameters).get(key)
         return held is self.rest or any(held is tensor for tensor, _ in self._lent.values())
 
     def is_lent(self, device: torch.device) -> bool:
-        """Whether it is on this device now."""
+        """Whether the tensor is borrowed on this device."""
         return device in self._lent
 
 
@@ -183,7 +183,7 @@ class LayerHooks:
             put(module, key, borrowed)
 
     def _remove(self) -> None:
-        while self._taken:  # one by one: an interrupt may stop this, and a later call continues
+        while self._taken:  # one at a time: after an interrupt a later call continues
             module, key, tensor = self._taken[-1]
             put(module, key, tensor.rest)
             tensor.give_back(self.device)
@@ -288,7 +288,7 @@ class _Refuse(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, hooks: ModelHooks) -> Tensor:
         ctx.hooks = hooks
-        return tensor.clone()  # a view could not be changed in place
+        return tensor.clone()  # in-place changes of a view would fail
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Pipeline-parallel inference: each process holds some stages, and the micro-batches of a batch follow each other."""
+"""Pipeline-parallel inference: each process holds some stages, through which the micro-batches of a batch pass."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def prepare_pippy(
         The model.
 
     Raises:
-        StrategyError: the model cannot be divided that way.
+        StrategyError: the model cannot be split this way.
 
     Example:
         >>> net = prepare_pippy(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), example_args=(torch.ones(3, 4),))
@@ -74,7 +74,7 @@ def prepare_pippy(
     _refuse_inside(model, blocks[0][0].rpartition(".")[0], no_split_module_classes or ())
     world = join_world(device)
     pipeline = Pipeline(world, world, device, "GPipe")
-    pipeline.has(model)  # refuses a model that another pipeline has split
+    pipeline.has(model)  # raises an error if another pipeline has split the model
     weights = InitialWeights(model, world)
     pipeline.divide(model, plan, make_precision("32-true", device.type))
     weights.hand_out(model, device, device)
@@ -138,7 +138,7 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)
         ):
             made.append(torch.cat(leaves))
-        elif all(_same(leaf, leaves[0]) for leaf in leaves):  # such as tables and flags
+        elif all(_same(leaf, leaves[0]) for leaf in leaves):  # for example tables and flags
             made.append(leaves[0])
         else:
             shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]

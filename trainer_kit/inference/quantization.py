@@ -184,7 +184,7 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
 
 
 def _head(model: nn.Module) -> list[str]:
-    """Return the last module, which needs the highest accuracy, and modules that share weights: these stay tied."""
+    """Return the modules to skip: the last one, which needs the highest accuracy, and those with tied weights."""
     shared = [slot.path for tied in find_tied(model) if len(tied.slots) > 1 for slot in tied.slots]
     prefix = getattr(model, "base_model_prefix", None)
     headless = isinstance(prefix, str) and not hasattr(model, prefix)
@@ -198,7 +198,7 @@ def _parts(layer: nn.Module) -> dict[str, nn.Parameter]:
 
 @final
 class _Quantised(Lazy):
-    """The weights of a checkpoint in the form of quantised layers; each access quantises the stored floats."""
+    """A checkpoint's weights in the format of quantised layers; each access quantises the stored floats."""
 
     def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, Any], dtype: torch.dtype) -> None:
         self._weights = weights
@@ -233,7 +233,7 @@ class _Quantised(Lazy):
             layer, key = self._made[name]
             held: Tensor = getattr(self._layers[layer], key)
             wanted = [self._layers[layer].out_features, self._layers[layer].in_features]
-            # A stored weight of another shape is of another model: return it, so that the shapes differ.
+            # A weight of another shape belongs to another model: return it, so that loading reports the shapes.
             if key != "weight" or list(tensor_like(self._weights, name).shape) == wanted:
                 return held
         return tensor_like(self._weights, name)
