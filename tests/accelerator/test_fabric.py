@@ -190,11 +190,27 @@ def test_one_process():
         ({"devices": 2}, r"(?s)devices=2 on 1 nodes, 1 processes.*trainer-kit launch --num_processes 2"),
         ({"strategy": "deepspeed"}, r"(?s)'deepspeed'.*trainer_kit\.Accelerator"),
         ({"precision": "32-true", "plugins": object()}, "given twice"),
+        ({"devices": "0,1"}, r"(?s)devices='0,1'.*CUDA_VISIBLE_DEVICES"),
+        ({"devices": [1]}, r"(?s)devices=\[1\].*CUDA_VISIBLE_DEVICES"),
+        ({"devices": "two"}, "devices='two'"),
+        ({"accelerator": "bogus"}, "no such device"),
     ],
 )
 def test_what_is_refused(options, match):
     with pytest.raises(tk.ConfigurationError, match=match):
-        Fabric(accelerator="cpu", **options)
+        Fabric(**{"accelerator": "cpu", **options})
+
+
+@pytest.mark.parametrize("devices", ["1", "-1", -1, 1, [0], "auto"])
+def test_numbers_of_devices(devices):
+    assert Fabric(accelerator="cpu", devices=devices).world_size == 1
+
+
+def test_a_filter_for_what_is_not_saved(tmp_path):
+    fabric = Fabric(accelerator="cpu")
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)filter= names \['modle'\].*'model'"):
+        fabric.save(tmp_path / "some", {"model": net()}, filter={"modle": lambda name, value: False})
+    assert not (tmp_path / "some").exists()
 
 
 @pytest.mark.slow

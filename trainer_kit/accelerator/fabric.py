@@ -84,16 +84,14 @@ class Fabric:
         self.accelerator = Accelerator(
             cpu=accelerator == "cpu", mixed_precision=word, gradient_accumulation_steps=1, **engines
         )
-        wanted = len(devices) if isinstance(devices, list) else devices
-        if isinstance(wanted, str) and wanted.isdigit():
-            wanted = int(wanted)
-        if isinstance(wanted, int) and wanted != -1 and wanted * num_nodes != self.world_size:
+        wanted = _number(devices)
+        if wanted is not None and wanted * num_nodes != self.world_size:
             raise ConfigurationError(
                 "other processes run than devices= asks for",
                 found=f"devices={devices!r} on {num_nodes} nodes, {self.world_size} processes",
                 fix=f"trainer-kit launch --num_processes {wanted * num_nodes} SCRIPT, or torchrun",
             )
-        if accelerator not in ("auto", "cpu") and self.device.type == "cpu":
+        if accelerator not in ("auto", self.device.type) and (accelerator != "gpu" or self.device.type == "cpu"):
             raise ConfigurationError("there is no such device here", found=f"accelerator={accelerator!r}")
         self.callbacks = [] if callbacks is None else callbacks if isinstance(callbacks, list) else [callbacks]
         self.loggers = [] if loggers is None else loggers if isinstance(loggers, list) else [loggers]
@@ -288,7 +286,12 @@ class Fabric:
             path: the directory; an existing checkpoint is replaced.
             state: objects by name; an object with a ``state_dict`` method is saved through it.
             filter: by name, functions that select the entries of a ``state_dict``.
+
+        Raises:
+            ConfigurationError: a name in ``filter`` is not in ``state``.
         """
+        unknown = sorted((filter or {}).keys() - state.keys())
+        _refuse(bool(unknown), f"filter= names {unknown}, which state does not have", f"its names: {list(state)}")
         kept: dict[str, Any] = {}
         for name, value in state.items():
             held = self._state_of(value)
@@ -338,6 +341,21 @@ class Fabric:
         divided = self.accelerator.strategy.sharded
         _refuse(divided, "this module is divided over the processes", "fabric.accelerator.load_state(directory)")
         self.accelerator.unwrap_model(module).load_state_dict(weights, strict=strict)
+
+
+def _number(devices: Any) -> int | None:
+    """How many devices of a machine are asked for; None: as many as there are."""
+    if devices in ("auto", -1, "-1"):
+        return None
+    if isinstance(devices, list) and devices == [*range(len(devices))]:  # as the ranks of a machine take them
+        return len(devices)
+    if isinstance(devices, int) or (isinstance(devices, str) and devices.isdigit()):
+        return int(devices)
+    raise ConfigurationError(
+        "devices= is their number here",
+        found=f"devices={devices!r}",
+        fix="their number; the variable CUDA_VISIBLE_DEVICES chooses them",
+    )
 
 
 def _refuse(wrong: bool, problem: str, fix: str) -> None:
