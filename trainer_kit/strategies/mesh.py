@@ -1,4 +1,4 @@
-"""Several ways to divide the work at once: one mesh of processes, an axis for each."""
+"""Several kinds of parallelism combined, on a mesh of processes with an axis for each."""
 
 from __future__ import annotations
 
@@ -62,28 +62,28 @@ __all__ = ["MeshStrategy"]
 
 @final
 class MeshStrategy(Strategy):
-    """Data, tensor, context and pipeline parallel together, on one ``DeviceMesh``.
+    """Combined data, tensor, context and pipeline parallelism on one ``DeviceMesh``.
 
-    Each global batch is divided over ``dp_replicate × dp_shard``; the other ranks of a place there get the same batch.
-    `transforms_of` lists what is applied to the module, in order; FSDP2 over the data and context axes comes last. The
-    module keeps its names; checkpoints load anywhere.
+    Each global batch is divided over ``dp_replicate × dp_shard``; ranks that differ only on other axes get the same
+    batch. `transforms_of` returns the transforms of the module in order; FSDP2 over the data and context axes comes
+    last. The module keeps its names, so its checkpoints load under any strategy.
 
     Args:
-        device: where this rank computes; the Trainer fills it in.
-        dp_replicate: copies of everything below; their gradients are averaged.
-        dp_shard: among how many ranks parameters, gradients and optimizer state are divided.
-        cp: among how many ranks each sequence is divided.
-        tp: among how many ranks each layer is divided.
-        pp: among how many ranks the model's blocks are divided, as stages of a pipeline.
+        device: the device of this rank; set by the Trainer.
+        dp_replicate: the number of replicas of the other axes; their gradients are averaged.
+        dp_shard: the number of ranks over which parameters, gradients and optimizer state are sharded.
+        cp: the number of ranks over which each sequence is split.
+        tp: the number of ranks over which each layer is split.
+        pp: the number of ranks over which the model's blocks are divided, as pipeline stages.
         pp_schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"LoopedBFS"``, ``"InterleavedZeroBubble"`` or
             ``"ZBVZeroBubble"``; all but the first two give each rank several stages.
-        plan: how the module may be split, in place of what its ``configure_parallel`` returns.
-        activation_checkpointing_policy: which modules compute activations again in backward; True: repeated blocks.
+        plan: how the module may be split, in place of its ``configure_parallel``.
+        activation_checkpointing_policy: the modules that recompute activations in backward; True: repeated blocks.
         fsdp: further options of `FSDPStrategy` for the data axes.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
-        timeout: how long a collective may take.
+        timeout: the timeout of a collective.
 
-    One of the sizes may be -1: it gets the processes that the others leave.
+    One of the sizes may be -1: it is computed from the number of processes.
 
     Example:
         >>> MeshStrategy(dp_shard=2, tp=2).describe()
@@ -102,7 +102,7 @@ class MeshStrategy(Strategy):
     reports: ProcessGroup
     completes_gradients = True
     own_buffers = True
-    """No step exchanges them."""
+    """Steps do not synchronise buffers."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class MeshStrategy(Strategy):
         self.plan = plan
         self._recomputes = activation_checkpointing_policy
         self._fsdp = dict(fsdp or {})
-        FSDPStrategy(self.device, **self._fsdp)  # refuses unknown options now
+        FSDPStrategy(self.device, **self._fsdp)  # raises for unknown options now
         check_timeout(timeout, "MeshStrategy")
         self.backend = process_group_backend
         self.timeout = timeout
@@ -145,10 +145,10 @@ class MeshStrategy(Strategy):
     # -- the mesh ------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Join the process group, or make one; then the mesh.
+        """Join or create the process group, and create the mesh.
 
         Raises:
-            StrategyError: the mesh has another number of places than there are processes.
+            StrategyError: the sizes of the mesh do not match the number of processes.
         """
         again = self.started
         self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
@@ -156,7 +156,7 @@ class MeshStrategy(Strategy):
             return
         sizes = self.places(self.world.size)
         check_options(sizes, self._fsdp)
-        # Groups keep threads and sockets until the process ends: later fits reuse those of these sizes.
+        # Groups hold threads and sockets until the process ends, so later fits with these sizes reuse them.
         self.groups: MeshGroups = once_a_world(
             (str(self.device), *sizes.items()), lambda: MeshGroups(self.device, sizes)
         )
@@ -166,8 +166,8 @@ class MeshStrategy(Strategy):
         self.reports = self.groups.reports
         self._same_batch = self._same_numbers = list(self.groups.same.values())
         self.reporter = self.world.rank
-        self.sharded = self.world.size > 1  # a single rank has everything
-        self.lockstep = self.losses.size > 1  # parameters divided over the data axes are gathered in a forward
+        self.sharded = self.world.size > 1  # a single rank has all parameters
+        self.lockstep = self.losses.size > 1  # a forward gathers parameters that are sharded over the data axes
         if self.losses.size > 1:
             self._shards = made = FSDPStrategy(self.device, device_mesh=self.groups.data_mesh, **self._fsdp)
             made.world = made.data = made.losses = self.losses
@@ -178,10 +178,10 @@ class MeshStrategy(Strategy):
             self.reporter = self.pipeline.reporter
             self.why_not_again = "each rank of a pipeline has other parameters"
             self._data_axes = _StagedStrategy(self.pipeline, self.groups, self._shards)
-            self._same_numbers = []  # stages draw random numbers of their own
+            self._same_numbers = []  # each stage draws its own random numbers
 
     def places(self, processes: int) -> dict[str, int]:
-        """The size of each axis, with -1 filled in; see `trainer_kit.strategies.mesh_layout.places`."""
+        """The size of each axis, with -1 resolved; see `trainer_kit.strategies.mesh_layout.places`."""
         return places(self.sizes, processes)
 
     @property
@@ -190,11 +190,11 @@ class MeshStrategy(Strategy):
         return self.losses.size
 
     def configure(self, **facts: Any) -> str | None:
-        """Return the line of the data axes."""
+        """Configure the data axes and return their message."""
         return self._data_axes.configure(**facts)
 
     def stop(self) -> None:
-        """Release the module; it stays divided, and keeps its activations again."""
+        """Release the module and undo activation checkpointing; the module stays sharded."""
         self._data_axes.stop()
         for module in self._modules:
             for transform in self._transforms:
@@ -206,22 +206,22 @@ class MeshStrategy(Strategy):
     # -- the module ----------------------------------------------------------------------------------------------
 
     def init_context(self) -> AbstractContextManager[Any]:
-        """Layers are built on rank 0, in host memory; the other ranks get their parts of them."""
+        """Build layers on rank 0, in host memory; the other ranks receive their shards."""
         return built_once(self.world)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Divide the module; a rank has no memory for the whole module in evaluation either."""
+        """Divide the module for evaluation: it may not fit on one rank there either."""
         self._divide(module, precision, lambda: self._data_axes.place_module(module, precision))
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
-        """Divide the module; every rank gets its part of rank 0's weights."""
+        """Divide the module for training; every rank gets its shards of rank 0's weights."""
         self._divide(module, precision, lambda: self._data_axes.prepare_module(module, manual, precision))
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Divide the module of a raw loop, which calls it as before and divides sequences itself.
+        """Divide the module of a raw loop, which calls it directly and splits sequences itself.
 
         Raises:
-            StrategyError: the plan needs something around a whole step, which a raw loop does not have.
+            StrategyError: the plan needs a wrapper around whole steps, which a raw loop does not have.
         """
         pp, divided = self.mesh["pp"].size(), self._plan_of(module).loss_parallel
         if divided or pp > 1:
@@ -240,7 +240,7 @@ class MeshStrategy(Strategy):
         """Return the transforms that this mesh applies to a module, in their order; the data axes follow.
 
         Stages come first, because each later transform changes only the stages of this rank. Recomputation runs
-        around divided layers. Data sharding comes last, because it divides what the other axes leave.
+        around split layers. Data sharding comes last, because it shards the parts that the other axes leave on a rank.
         """
         plan = self._plan_of(module)
         several = {axis: self.mesh[axis].size() > 1 for axis in ("cp", "tp")}
@@ -257,7 +257,7 @@ class MeshStrategy(Strategy):
 
     def _divide(self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]) -> None:
         before = parameters_of(module)
-        # An earlier fit has placed the weights of stages, under names of their own.
+        # If an earlier fit has made stages, each rank already has its weights, under its own names.
         weights = InitialWeights(module, self.world, given=self.pipeline is not None and has_stages(module))
         self._transforms = self.transforms_of(module, precision)
         for transform in self._transforms:
@@ -266,13 +266,13 @@ class MeshStrategy(Strategy):
         self.shard_batch = shards[0] if shards else None
         if self._shards is None:
             weights.hand_out(module, self.device, self.device)
-        else:  # FSDP divides before the weights are placed: a rank never holds more than its part
+        else:  # FSDP shards before the weights are placed: a rank never holds more than its shard
             self._shards.weights = weights
         along_data()
         self._modules = [module]
         self._first_window_done = False
         self._moved.note(before, module)
-        if self.losses.size == 1:  # FSDP does it by itself
+        if self.losses.size == 1:  # FSDP sums them itself
             known = self._summed if self._raw_loop else []
             mine = (p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements)
             self._summed = [*known, *mine]
@@ -287,25 +287,25 @@ class MeshStrategy(Strategy):
     # -- optimizers ----------------------------------------------------------------------------------------------
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Replace the parameters that the optimizer had before the division by this rank's parts."""
+        """Replace the optimizer's original parameters by this rank's shards."""
         self._data_axes.prepare_optimizer(optimizer)
         self._moved.follow(optimizer)
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The step of the data axes; one call for each kind of parameter, where the optimizer handles many at once."""
+        """The step of the data axes; a multi-tensor optimizer is called once for each kind of parameter."""
         return step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
 
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
-        """The step of the transforms and of the data axes."""
+        """Bind a step method to the transforms and the data axes."""
         for transform in self._transforms:
             method = transform.bind(method)
         call = self._data_axes.bind(method, several)
         return with_equal_rng(call, self._same_numbers, self.device) if self._same_numbers else call
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """The same. ``whole``: batches are not divided along the sequence."""
+        """Bind an evaluation step. ``whole``: batches are not split along the sequence."""
         for transform in self._transforms:
             method = transform.bind(method)
         step = self._data_axes.bind_evaluation(method)
@@ -314,11 +314,11 @@ class MeshStrategy(Strategy):
         return step
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The backward of the data axes."""
+        """Bind backward to the data axes."""
         return self._data_axes.bind_backward(backward)
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """Run a window on the data axes; the gradients of the first window are compared over the tensor axis."""
+        """Run a window on the data axes; after the first one, the transforms check its gradients."""
         with ExitStack() as stack:
             for transform in self._transforms:
                 stack.enter_context(transform.computing(first=not self._first_window_done))
@@ -326,7 +326,7 @@ class MeshStrategy(Strategy):
         self._complete()
 
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """Finish a window of a raw loop; returns this rank's parts of the gradients."""
+        """Finish a window of a raw loop; return this rank's shards of the gradients."""
         self._complete()
         gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
         return [local(gradient) for gradient in gradients if gradient is not None]
@@ -347,7 +347,7 @@ class MeshStrategy(Strategy):
     def clip_gradients(
         self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
     ) -> Tensor | None:
-        """Clip by norm or by value, over all parts."""
+        """Clip by norm or by value; the norm is over all shards."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
@@ -357,7 +357,7 @@ class MeshStrategy(Strategy):
     # -- state ---------------------------------------------------------------------------------------------------
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
-        """The names that only other stages have."""
+        """The names in the state that only other stages have."""
         return self._data_axes.held_elsewhere(module)
 
     def names_on_all_ranks(self) -> Sequence[str] | None:
@@ -369,19 +369,19 @@ class MeshStrategy(Strategy):
         return self._data_axes.shared_names(module)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Load whole tensors, or parts."""
+        """Load a state of whole tensors or of shards."""
         self._data_axes.load_module_state(module, state, strict)
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
-        """Inside, every rank has rank 0's running statistics, as a checkpoint does."""
+        """A context in which every rank has the running statistics of rank 0, as checkpoints do."""
         return borrowed_buffers(module, self.world if self.pipeline is None else self.losses)
 
     # -- what it costs -------------------------------------------------------------------------------------------
 
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
-        """The costs of FSDP2 over the data axes, of what the other axes leave of the module on this rank.
+        """The costs of FSDP2 over the data axes, for the part of the module that the other axes leave on this rank.
 
-        How much they leave is known once the module is divided.
+        The size of that part is known once the module is divided.
         """
         sizes = self.places(ranks)
         copies = sizes["dp_replicate"]
@@ -412,7 +412,7 @@ class MeshStrategy(Strategy):
 
 
 def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
-    """Who holds what, and what is sent, along the axes that divide a model or a sequence."""
+    """What each rank holds and what it sends, for each axis that splits the model or the sequence."""
     along = {
         "pp": (
             "each of {} pipeline ranks holds its stages",
@@ -433,12 +433,12 @@ def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
 
 @final
 class _StagedStrategy(Strategy):
-    """The data axes of a mesh with a pipeline: FSDP2 divides each stage by itself.
+    """The data axes of a mesh with a pipeline: FSDP2 shards each stage separately.
 
     Args:
         pipeline: the stages of this rank.
-        groups: of the mesh.
-        sharding: how each stage is divided; None where no other rank has these stages.
+        groups: the process groups of the mesh.
+        sharding: shards each stage; None if no other rank has these stages.
     """
 
     name = "staged"
@@ -451,18 +451,18 @@ class _StagedStrategy(Strategy):
         self._scales = self._begun = False
 
     def start(self) -> None:
-        """The mesh has started the processes."""
+        """Do nothing: the mesh has joined the process group."""
 
     def describe(self) -> str:
         """One line about the pipeline."""
         return self.pipeline.describe()
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
-        """Divide each stage."""
+        """Shard each stage."""
         if self.sharding is not None:
             for stage in self.pipeline.stages:
-                # Some schedules compute the gradients of weights later than those of activations, and look for the
-                # weights where the forward had them.
+                # Some schedules compute the gradients of weights after those of activations, and need the weights
+                # that the forward used: keep them gathered.
                 keeps = False if self.pipeline.splits_backward else None
                 self.sharding.shard(stage, precision, [stage], whole=[stage.loose], reshards=keeps)
             assert self.sharding.weights is not None
@@ -472,18 +472,18 @@ class _StagedStrategy(Strategy):
         self._begun = False
 
     def configure(self, **facts: Any) -> str | None:
-        """Return a line about windows that are too short to keep all stages busy."""
+        """Return a warning if windows are too short to keep all stages busy, else None."""
         batches = facts.get("accumulation")
         return None if batches is None else bubble(batches, self.pipeline.count)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Remove the parameters of other stages from groups that were made before the model was divided."""
+        """Remove the parameters of other stages from groups created before the model was split."""
         gone = self.pipeline.gone
         for group in optimizer.param_groups:
             group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-        """Load this rank's part of the whole module's state; a missing name raises on every rank."""
+        """Load this rank's part of the state of the whole module; a missing name is an error on every rank."""
         whole = dict.fromkeys(self.pipeline.names)
         missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
         if strict and (missing or foreign):
@@ -494,10 +494,10 @@ class _StagedStrategy(Strategy):
         load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=False)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
-        """Divide each stage; the schedule runs backward.
+        """Shard each stage; the schedule runs backward.
 
         Raises:
-            StrategyError: for manual optimization, or a rank that has nothing to train.
+            StrategyError: optimization is manual, or loss scaling is used and a rank has no trainable parameter.
         """
         if manual:
             raise _not_with_stages("manual optimization", "set automatic_optimization = True, or train without pp=")
@@ -513,7 +513,7 @@ class _StagedStrategy(Strategy):
                 )
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
-        """A step runs up to the model on every rank, and through it on the last."""
+        """Bind the step: every rank runs it up to the call of the model, the last rank all of it."""
         if hasattr(method, "_torchdynamo_orig_callable"):
             raise StrategyError(
                 "no stage of a pipeline has a whole step to compile",
@@ -525,12 +525,12 @@ class _StagedStrategy(Strategy):
         return self.pipeline.bind(method)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
-        """Through all stages; weights are divided again after each call, as hooks and checkpoints expect them."""
+        """Bind evaluation to all stages; weights are resharded after each call, for hooks and checkpoints."""
         call = self.pipeline.bind_evaluation(method)
         return resharding(call, self._units)
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The schedule runs backward."""
+        """Return None: the schedule runs backward. A module's own backward is an error."""
         if backward is not None:
             raise _not_with_stages("a backward of the module's own", "leave it out, or use a mesh without pp=")
         return None
@@ -539,7 +539,7 @@ class _StagedStrategy(Strategy):
         """The optimizer's own step.
 
         Raises:
-            StrategyError: it would train the copies of one parameter on several stages in different ways.
+            StrategyError: copies of one parameter on several stages have different optimizer options.
         """
         self.pipeline.ties.check_groups(optimizer)
         return optimizer.step
@@ -562,12 +562,12 @@ class _StagedStrategy(Strategy):
         loose = self.pipeline.loose
         if self.sharding is not None and loose:
             average_gradients(loose, self.groups.losses)
-        if self._scales:  # a stage that does not see the overflow of another one would step
+        if self._scales:  # an overflow on one stage must skip the step on all stages
             gradients = [p.grad for stage in self.pipeline.stages for p in stage.parameters() if p.grad is not None]
             spread_overflow(gradients, self.groups.stages.group)
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
-        """The names of other stages."""
+        """The names in the state that only other stages have."""
         return set(self.pipeline.names) - module.state_dict().keys() - set(self.pipeline.ties.names.values())
 
     def names_on_all_ranks(self) -> Sequence[str] | None:

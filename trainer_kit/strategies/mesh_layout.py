@@ -28,18 +28,18 @@ __all__ = [
 
 
 AXES: Final = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""From the outermost to the innermost. Ranks of the last axis exchange most, and lie on one machine."""
+"""From outermost to innermost. The last axis communicates most, and its ranks are on one machine."""
 
 
 def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
-    """The size of each axis, with -1 filled in.
+    """The size of each axis, with -1 resolved.
 
     Args:
-        sizes: by axis, as the user gave them.
-        processes: how many there are.
+        sizes: the user's size of each axis.
+        processes: the number of processes.
 
     Raises:
-        StrategyError: the mesh has another number of places.
+        StrategyError: the sizes do not match the number of processes.
 
     Example:
         >>> places({"dp_shard": -1, "tp": 2}, 8)
@@ -60,10 +60,10 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Refuse sizes that no number of processes fits.
+    """Raise `StrategyError` for sizes that are invalid with any number of processes.
 
     Raises:
-        StrategyError: an axis without a place, or two that take what the others leave.
+        StrategyError: a size is below 1, or more than one is -1.
     """
     for axis, size in sizes.items():
         if size < 1 and size != -1:
@@ -74,7 +74,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def axes_in_words(sizes: Mapping[str, int]) -> str:
-    """The axes that have more than one place.
+    """Format the axes with a size above 1.
 
     Example:
         >>> axes_in_words({"dp_shard": 2, "cp": 1, "tp": 2})
@@ -84,14 +84,14 @@ def axes_in_words(sizes: Mapping[str, int]) -> str:
 
 
 def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
-    """Refuse options of `FSDPStrategy` that do nothing in a mesh of these sizes, or make training wrong.
+    """Refuse options of `FSDPStrategy` that have no effect in a mesh of these sizes, or would make training wrong.
 
     Args:
-        sizes: of each axis.
+        sizes: the size of each axis.
         fsdp: the options.
 
     Raises:
-        StrategyError: such an option is given.
+        StrategyError: there is such an option.
     """
     if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
         raise StrategyError(
@@ -118,19 +118,19 @@ def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @final
 class MeshGroups:
-    """One mesh of all processes, and its groups; a collective call.
+    """The mesh of all processes, and its process groups. Creating it is a collective call.
 
     Args:
-        device: where this rank computes.
-        sizes: of each axis.
+        device: the device of this rank.
+        sizes: the size of each axis.
 
     Attributes:
-        mesh: with the axes `AXES`.
+        mesh: the mesh, with the axes `AXES`.
         data_mesh: the ranks over which gradients are averaged, see `data_mesh`.
-        data: the ranks among which a global batch is divided.
+        data: the ranks over which a global batch is divided.
         losses: the data ranks and the context ranks.
-        reports: the loss ranks and the stages of a pipeline.
-        same: for each axis whose ranks get the same batches.
+        reports: the loss ranks and the pipeline stages.
+        same: by axis, the group of ranks that get the same batches.
         stages: the ranks of one pipeline.
     """
 
@@ -160,10 +160,10 @@ _SHOWN = 4
 
 
 def same_batches(mesh: DeviceMesh) -> str:
-    """Which ranks get the same batches, where any do.
+    """Describe which ranks get the same batches; empty if none do.
 
     Args:
-        mesh: with the axes ``dp_replicate`` and ``dp_shard``.
+        mesh: a mesh with the axes ``dp_replicate`` and ``dp_shard``.
     """
     names = mesh.mesh_dim_names or ()
     data = [names.index("dp_replicate"), names.index("dp_shard")]
@@ -177,11 +177,11 @@ def same_batches(mesh: DeviceMesh) -> str:
 
 
 def parameters_held(modules: Sequence[nn.Module], elsewhere: int = 0) -> str:
-    """How much of the parameters this rank holds.
+    """Describe how many parameters this rank holds.
 
     Args:
-        modules: as they are here.
-        elsewhere: parameters that only other ranks' stages have.
+        modules: the modules as they are on this rank.
+        elsewhere: the number of parameters that only stages of other ranks have.
     """
     whole, held = elsewhere, 0
     for parameter in (parameter for module in modules for parameter in module.parameters()):

@@ -1,4 +1,4 @@
-"""Transforms of single blocks: which modules a policy selects, activation checkpointing, regional compilation."""
+"""Transforms of single blocks: activation checkpointing, regional compilation, and policies that select modules."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ Policy = int | str | type | Collection[str | type] | Callable[..., bool] | None
 """A number of parameters, classes or their names, a callable, or None; see `units`."""
 
 _CONTAINERS: Final = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward, so that no hook can run before and after it."""
+"""Modules without a forward, on which forward hooks never run."""
 
 
 def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     """Return the modules that a policy selects, by name, inner modules first; never ``module`` itself.
 
     Args:
-        module: the whole.
+        module: the root module.
         policy: None: the blocks of each outermost list or sequence that repeats a class. A number: each module with at
-            least so many parameters outside of the modules in it that are selected. Classes, or their names: their
-            modules. A callable: it takes a module, or ``module``, ``recurse`` and ``nonwrapped_numel`` as torch's
-            wrapping policies do, and returns whether the module is selected.
+            least this many parameters, not counting those of selected modules inside it. Classes, or their names: all
+            modules of these classes. A callable: it takes a module, or ``module``, ``recurse`` and
+            ``nonwrapped_numel`` as torch's wrapping policies do, and returns whether to select the module.
 
     Raises:
-        StrategyError: no module is of a class that was named.
+        StrategyError: the module has no part of a given class.
 
     Example:
         >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 9))
@@ -70,7 +70,7 @@ def _inner_first(module: nn.Module, picked: set[int]) -> Iterator[tuple[str, nn.
 
 
 def _repeated(module: nn.Module) -> set[int]:
-    """The outermost repeated blocks; a block inside of another one belongs to that."""
+    """The outermost repeated blocks; blocks inside another block are not included."""
     found: set[int] = set()
     parts = [part for part in module.children() if _is_part(part)]
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
@@ -108,7 +108,7 @@ def _by_class(module: nn.Module, wanted: list[Any]) -> dict[str, nn.Module]:
 
 
 def outer_modules(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules that have a forward; parameters outside of them stay whole."""
+    """Return the outermost modules that have a forward; parameters outside of them are not sharded."""
     found: list[nn.Module] = []
     for child in module.children():
         if isinstance(child, _CONTAINERS):
@@ -130,12 +130,12 @@ def outer_modules(module: nn.Module) -> list[nn.Module]:
 
 @final
 class ActivationCheckpointing(Transform):
-    """Less memory for more computation (Chen et al., 2016): torch's ``checkpoint`` around the forward of some modules.
+    """Applies torch's activation checkpointing to some modules: less memory, more computation (Chen et al., 2016).
 
-    No module is wrapped, so parameters keep their names. Random layers draw the same numbers again.
+    No module is wrapped, so parameters keep their names. Random layers draw the same numbers in the recomputation.
 
     Args:
-        policy: which modules, see `units`.
+        policy: selects the modules, see `units`.
 
     Example:
         >>> import torch
@@ -153,11 +153,11 @@ class ActivationCheckpointing(Transform):
         """Change the modules in place; a second call changes nothing."""
         for part in units(module, self.policy).values():
             if not isinstance(part.__dict__.get("forward"), _Recomputed):
-                # On the instance: the class, and other models of it, are left alone.
+                # Set on the instance, so that other instances of the class are not affected.
                 part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__)
 
     def undo(self, module: nn.Module) -> None:
-        """Let all parts of the module keep their activations again."""
+        """Remove activation checkpointing from all parts of the module."""
         for part in module.modules():
             recomputed = part.__dict__.get("forward")
             if isinstance(recomputed, _Recomputed):
@@ -168,7 +168,7 @@ class ActivationCheckpointing(Transform):
 
 @final
 class _Recomputed:
-    """A forward that backward runs again, so that its activations are not kept."""
+    """A forward that is recomputed in backward, so that its activations are not stored."""
 
     def __init__(self, forward: Callable[..., Any], own: bool) -> None:
         self.forward, self.own = forward, own
@@ -181,14 +181,14 @@ class _Recomputed:
 class Compile(Transform):
     """``torch.compile`` of each block instead of the whole step (regional compilation).
 
-    Blocks of one class share their code, so the compiler runs once for all of them, and n blocks start about n times
-    sooner. Parameters keep their names. Data sharding comes later: it gathers a block's parameters outside of
-    the block's graph.
+    Blocks of one class share their code, so the compiler runs once for all of them, and n blocks compile about n times
+    faster. Parameters keep their names. Apply it before data sharding, which then gathers a block's parameters outside
+    of the block's graph.
     Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html.
 
     Args:
-        policy: which modules, see `units`.
-        options: of ``torch.compile``.
+        policy: selects the modules, see `units`.
+        options: options of ``torch.compile``.
 
     Example:
         >>> import torch
@@ -206,7 +206,7 @@ class Compile(Transform):
         """Change the modules in place; a second call changes nothing.
 
         Raises:
-            StrategyError: there are no such modules.
+            StrategyError: the policy selects no module.
         """
         parts = units(module, self.policy).values()
         if not parts:
@@ -221,7 +221,7 @@ class Compile(Transform):
 
 
 def _through(part: nn.Module) -> Callable[..., Any]:
-    """Call the module from a function of this file: ``part.compile()`` skips the code of torch's own classes."""
+    """Wrap the call of a module in a function of this file: ``part.compile()`` skips code in torch's own files."""
     call: Callable[..., Any] = part._call_impl
 
     def block(*arguments: Any, **options: Any) -> Any:

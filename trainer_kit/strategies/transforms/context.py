@@ -42,20 +42,20 @@ _CROSS_ENTROPY: Final[Callable[..., Tensor]] = F.cross_entropy
 
 @final
 class ContextParallel(Transform):
-    """Each rank has a part of every sequence; ``scaled_dot_product_attention`` covers the whole sequence.
+    """Splits every sequence over the ranks; ``scaled_dot_product_attention`` still covers the whole sequence.
 
-    torch's `ring_attention` computes it where the device has it and the call fits. Otherwise, and for causal attention,
+    torch's `ring_attention` computes it if the device and the call support it. Otherwise, and for causal attention,
     where a ring gives the last rank most of the work: if the axis divides the heads, ranks exchange tokens for heads
-    (DeepSpeed-Ulysses, Jacobs et al., 2023); else each rank gathers all keys and values. All other layers see this
-    rank's tokens only.
+    (DeepSpeed-Ulysses, Jacobs et al., 2023); else each rank gathers all keys and values. All other layers compute with
+    this rank's tokens only.
 
     Args:
-        plan: where the sequence is in a batch.
-        weighed: the engine weighs each part by its targets. Otherwise all parts weigh the same, and a mean is over the
-            targets of the whole sequence.
+        plan: the sequence dimensions of a batch.
+        weighed: whether the loop weights each part by its targets. If not, all parts have the same weight, and a mean
+            is over the targets of the whole sequence.
 
     Attributes:
-        ring: torch's own; None where the device has none.
+        ring: torch's ring attention; None if the device has none.
     """
 
     axis = "cp"
@@ -70,7 +70,7 @@ class ContextParallel(Transform):
 
     @classmethod
     def planned(cls, module: nn.Module, plan: ParallelPlan) -> ContextParallel:
-        """Return the transform that a module's plan asks for.
+        """Create the transform from a module's plan.
 
         Raises:
             StrategyError: the plan does not name the dimension of the sequence.
@@ -85,7 +85,7 @@ class ContextParallel(Transform):
         return cls(plan.context, hasattr(module, "loss_weight") and is_overridden("loss_weight", module, TrainModule))
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Take the axis. The module does not change: attention does, inside of `attending`.
+        """Store the axis. The module itself does not change: `attending` replaces the attention function.
 
         Args:
             module: the whole module.
@@ -98,7 +98,7 @@ class ContextParallel(Transform):
         self.ring = ring_attention if has_ring(mesh.device_type) else None
 
     def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-        """The step inside of `attending`; a whole batch only gets its positions."""
+        """Run the step inside `attending`; a batch that is not split only gets its positions."""
         if self.size == 1:
             return step
         if not whole:
@@ -106,7 +106,7 @@ class ContextParallel(Transform):
         return lambda batch, *others: step(with_positions(self.plan, batch), *others)
 
     def computing(self, first: bool) -> AbstractContextManager[Any]:
-        """`attending`, checked in the first window."""
+        """Return the context `attending`, with its check in the first window."""
         return nullcontext() if self.size == 1 else self.attending(checked=first)
 
     def shard_batch(self, batch: Any) -> Any:
@@ -128,7 +128,7 @@ class ContextParallel(Transform):
         return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
-        """This rank's part along one dimension, a view; all of it where there is none.
+        """This rank's part along one dimension, as a view; the whole tensor if it lacks that dimension.
 
         Raises:
             StrategyError: a sequence that cannot be divided.
@@ -146,13 +146,13 @@ class ContextParallel(Transform):
 
     @contextmanager
     def attending(self, checked: bool = False) -> Iterator[None]:
-        """Inside, attention is over the whole sequence.
+        """A context in which attention is over the whole sequence.
 
         Args:
-            checked: look whether all attention comes this way; for a first step.
+            checked: check that every attention call is intercepted; for the first step.
 
         Raises:
-            StrategyError: none does, or some does not.
+            StrategyError: an attention call was not intercepted, or there was none.
         """
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)  # the fast path computes attention without this function
@@ -160,7 +160,7 @@ class ContextParallel(Transform):
         with ExitStack() as stack:
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
             self._around = None if self.ring is None else stack.enter_context(self.ring(self.mesh))
-            # Restore what the ring has set; the ring restores torch's own.
+            # Restore the ring's functions; leaving the ring then restores torch's.
             stack.callback(_put, F.scaled_dot_product_attention, _CROSS_ENTROPY)
             _put(self._attention, self._cross_entropy)
             if checked:
@@ -185,7 +185,7 @@ class ContextParallel(Transform):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """As torch's: (batch, heads, tokens, width) each, with this rank's tokens."""
+        """Replaces torch's function; arguments are (batch, heads, tokens, width), with this rank's tokens."""
         self._seen += 1
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
         divides = query.shape[1] % self.size == 0 and key.shape[1] % self.size == 0
@@ -208,21 +208,21 @@ class ContextParallel(Transform):
         return _TORCHS(query, self._gathered(key), self._gathered(value), attn_mask=mask, **options)
 
     def _heads(self, tokens: Tensor) -> Tensor:
-        """From some tokens of all heads to all tokens of some heads."""
+        """Exchange some tokens of all heads for all tokens of some heads."""
         batch, heads, length, width = tokens.shape
         by_rank = tokens.reshape(batch, self.size, heads // self.size, length, width)
         received = self._exchanged(by_rank.permute(1, 0, 2, 3, 4))
         return received.permute(1, 2, 0, 3, 4).reshape(batch, heads // self.size, self.size * length, width)
 
     def _tokens(self, heads: Tensor) -> Tensor:
-        """The way back."""
+        """The inverse of `_heads`."""
         batch, some, length, width = heads.shape
         by_rank = heads.reshape(batch, some, self.size, length // self.size, width)
         received = self._exchanged(by_rank.permute(2, 0, 1, 3, 4))
         return received.permute(1, 0, 2, 3, 4).reshape(batch, some * self.size, length // self.size, width)
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
-        # gloo moves the wrong elements where strides differ
+        # gloo sends wrong elements if strides differ
         sent: Tensor = collectives.all_to_all_single_autograd(by_rank.contiguous(), None, None, self.group)
         return sent
 
@@ -247,7 +247,7 @@ class ContextParallel(Transform):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> Tensor:
-        """As torch's, but a mean over what counts: a part of a padded sequence may have few targets, or none."""
+        """Replaces torch's function; its mean handles parts of padded sequences that have few targets, or none."""
         options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
         if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
             return _CROSS_ENTROPY(
@@ -276,17 +276,17 @@ def dividing(
     kept: Collection[Tensor] = (),
     checked: bool = False,
 ) -> Iterator[None]:
-    """Inside, tensors are this rank's part of them, in place, and attention is over the whole sequence.
+    """A context in which tensors hold, in place, this rank's part, and attention is over the whole sequence.
 
     Args:
-        mesh: one axis.
-        buffers: what has the sequence.
-        dims: which dimension of each is the sequence.
-        kept: those that stay parts.
-        checked: look whether all attention comes this way; for a first step.
+        mesh: the context axis.
+        buffers: the tensors with a sequence dimension.
+        dims: the sequence dimension of each tensor.
+        kept: tensors that are not restored afterwards.
+        checked: check that every attention call is intercepted; for the first step.
 
     Raises:
-        StrategyError: a sequence that cannot be divided, or no attention was called.
+        StrategyError: a sequence cannot be divided, or attention was not intercepted.
     """
     if len(buffers) != len(dims):
         raise StrategyError(
@@ -310,12 +310,12 @@ def dividing(
 
 
 def _become(tensor: Tensor, other: Tensor) -> None:
-    # Not .data: autograd hears of this, and refuses a backward that would read what was not read forward.
+    # Not .data: autograd records set_, and raises in a backward that would use changed values.
     tensor.set_(other.untyped_storage(), other.storage_offset(), other.shape, other.stride())
 
 
 class _Watch(TorchFunctionMode):
-    """Sees calls of torch's attention that bypass ours."""
+    """Detects calls of torch's attention that bypass ours."""
 
     def __init__(self, context: ContextParallel) -> None:
         super().__init__()
@@ -325,18 +325,18 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is _TORCHS:
-            self._ours += 1  # each of ours calls torch's once
+            self._ours += 1  # each call of ours calls torch's once
             self.missed = self.missed or self._ours > self.context._seen
         return func(*args, **(kwargs or {}))
 
 
 def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
-    """A dict batch with the positions that its plan asks for, where it has none.
+    """Add the positions that a plan requires to a dict batch that has none.
 
     Args:
-        plan: says under which key, and which dimension is the sequence.
-        batch: a rank's own tokens.
-        part: which part of their sequences they are.
+        plan: has the key of the positions, and the sequence dimension.
+        batch: the tokens of this rank.
+        part: the index of this rank's part of the sequence.
     """
     key, dims = plan.positions, plan.dims
     if key is None or not isinstance(batch, Mapping) or key in batch:
@@ -348,7 +348,7 @@ def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
 
 
 def _with(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
-    """A batch of the same kind with these values: tokenizers' batches have more than their keys."""
+    """A copy of a batch with these values, of the same class: batches of tokenizers have further attributes."""
     made: Any = copy.copy(batch) if isinstance(batch, MutableMapping) else dict(batch)
     made.update(values)
     return made
@@ -357,11 +357,11 @@ def _with(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
 RingAttention = Callable[[DeviceMesh], AbstractContextManager[Callable[..., Tensor]]]
 
 _DEVICES: Final = ("cuda",)
-"""Those whose kernels return what parts of an attention are merged with; others are refused by torch."""
+"""Device types whose attention kernels return the log-sum-exp that merges partial results; torch refuses others."""
 
 
 def has_ring(device_type: str) -> bool:
-    """Whether torch has it for devices of this type.
+    """Whether torch has ring attention for devices of this type.
 
     Example:
         >>> has_ring("cuda"), has_ring("cpu")
@@ -372,20 +372,20 @@ def has_ring(device_type: str) -> bool:
 
 @contextmanager
 def ring_attention(mesh: DeviceMesh) -> Iterator[Callable[..., Tensor]]:
-    """Inside, also in backward, what is yielded computes attention over the whole sequence, from a part on each rank.
+    """A context for forward and backward; yields attention over the whole sequence, from a part on each rank.
 
     ``torch.distributed.tensor.experimental.context_parallel`` (Liu et al., Ring Attention, ICLR 2024; Llama 3's form,
-    which gathers keys and values, is its default). Parts are contiguous; it takes no mask and no dropout.
+    which gathers keys and values, is its default). Parts are contiguous; masks and dropout are not supported.
 
     Args:
-        mesh: one axis.
+        mesh: the context axis.
     """
     from torch.distributed.tensor.experimental import _attention, context_parallel
 
     options = _attention._cp_options
     before = options.enable_load_balance
     options.enable_load_balance = False  # it reorders tokens, and positions and targets would have to follow
-    nothing = torch.empty(mesh.size(), device=mesh.device_type)  # it divides what it is given, and wants something
+    nothing = torch.empty(mesh.size(), device=mesh.device_type)  # it requires at least one buffer to shard
     try:
         with context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}):
             yield F.scaled_dot_product_attention

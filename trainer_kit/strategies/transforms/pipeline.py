@@ -50,16 +50,16 @@ SCHEDULES: Final = {
     "InterleavedZeroBubble": "loop",
     "ZBVZeroBubble": "v",
 }
-"""By name: whether a rank has one stage, or several, which go around the ranks in a loop or there and back."""
+"""For each schedule: one stage per rank, or several, placed over the ranks in a loop or in a V."""
 _KEPT: Final = 4
-"""Schedules whose buffers are kept: the usual window's, the last one's of an epoch, and what is between."""
+"""The number of cached schedules, each with its buffers: for full windows, and for shorter ones."""
 
 
 def check_schedule(name: str) -> str:
-    """How a schedule's stages lie on the ranks.
+    """Return how a schedule places its stages on the ranks.
 
     Raises:
-        StrategyError: there is none of this name.
+        StrategyError: the schedule is unknown.
     """
     if name not in SCHEDULES:
         raise StrategyError(f"no pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES)))
@@ -67,11 +67,11 @@ def check_schedule(name: str) -> str:
 
 
 def bubble(batches: int, stages: int) -> str | None:
-    """A line about windows that leave ranks waiting for most of the time; None where they do not.
+    """A warning if windows are so short that ranks wait most of the time, else None.
 
     Args:
-        batches: micro-batches of a window.
-        stages: of the pipeline.
+        batches: micro-batches per window.
+        stages: the number of pipeline stages.
 
     Example:
         >>> bubble(8, 4), bubble(2, 4)[:41]
@@ -90,19 +90,19 @@ class Pipeline:
     """The stages of this rank, and how windows and evaluation batches run through all of them.
 
     Args:
-        group: of the ranks that share one model, in the order of the stages.
+        group: the ranks that share one model, in the order of the stages.
         world: all processes.
         device: where this rank computes.
         schedule: a name of `SCHEDULES`.
 
     Attributes:
-        stages: of this rank: what further transforms wrap.
-        elsewhere: how many parameters only other ranks' stages have.
+        stages: the stages of this rank, which further transforms change.
+        elsewhere: the number of parameters that only stages of other ranks have.
         ties: parameters that several stages share.
-        names: of the whole module's state.
-        gone: by id, parameters that only other ranks have, while anything still holds them.
+        names: the names in the state of the whole module.
+        gone: weak references, by id, to parameters that only other ranks have.
         last: whether this rank has the last stage.
-        reporter: the rank of the world that has the last stage, and with it losses and what steps log.
+        reporter: the world rank of the last stage, which has the losses and logged values.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Pipeline:
     # -- the model -----------------------------------------------------------------------------------------------
 
     def divide(self, module: nn.Module, plan: PipelinePlan, precision: Precision) -> None:
-        """Keep of the module, in place, only what the stages of this rank hold.
+        """Remove, in place, the modules that belong to stages of other ranks.
 
         Raises:
             StrategyError: the module cannot be split that way.
@@ -175,7 +175,7 @@ class Pipeline:
         self._noise = self._seed + 1 + self.group.rank
 
     def find_parameters(self, module: nn.Module) -> None:
-        """Look up parameters, once the module has those that are trained."""
+        """Look up parameters after all transforms have replaced them."""
         for stage in self.stages:
             stage.find_loose()
         self.ties.find(module)
@@ -197,18 +197,18 @@ class Pipeline:
         return False
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward of the divided model."""
+        """The forward of the split model."""
         return self._answer(args, kwargs)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of the last stage; every rank of the pipeline is here at the same time."""
-        with torch.no_grad(), _drawing(self._noise, self.device):  # these numbers are not drawn by the step
+        """Run the stages and return the output of the last; every rank of the pipeline must call it."""
+        with torch.no_grad(), _drawing(self._noise, self.device):  # separate from the random stream of the step
             output, _ = self._pass(Turn(args, kwargs))
             return self.share(output)
 
     @contextmanager
     def _answering(self, answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
-        """Inside, a call of the model returns ``answer`` of its arguments."""
+        """A context in which a call of the model returns ``answer(args, kwargs)``."""
         self._answer = answer
         try:
             yield
@@ -218,20 +218,20 @@ class Pipeline:
     # -- how steps are called ------------------------------------------------------------------------------------
 
     def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """The training step: up to the call of the model, or from there with what the last stage has computed."""
+        """Bind the training step, which runs up to the call of the model, or continues with the last stage's output."""
 
         def step(batch: Any, index: int) -> Any:
-            # It draws the same numbers on the rank that has the inputs and on the rank that has the loss.
+            # The ranks of the first and last stage must draw the same numbers in the step.
             with _drawing(self._seed + index, self.device):
                 return method(batch, index)
 
         return step
 
     def bind_evaluation(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A step without gradients: every rank runs all of it, and the model's output is every rank's."""
+        """Bind an evaluation step: every rank runs all of it and gets the model's output."""
 
         def step(*args: Any) -> Any:
-            # From the stream that a checkpoint holds: what an evaluation draws after a resume is what it would have.
+            # Draw the seeds from the global generator, which checkpoints hold, so that a resumed run evaluates alike.
             seeds = self._draw_seeds()
             own, self._noise = self._noise, seeds[1 + self.group.rank]
             try:
@@ -245,12 +245,12 @@ class Pipeline:
     # -- inference alone -----------------------------------------------------------------------------------------
 
     def infer(self, inputs: Sequence[tuple[tuple[Any, ...], Mapping[str, Any]]]) -> list[Any]:
-        """The model's outputs for several batches that follow each other, on the rank that has the last stage."""
+        """Run several batches in sequence; the outputs are valid on the rank of the last stage."""
         with torch.no_grad(), _drawing(self._draw_seeds()[1 + self.group.rank], self.device):
             return [self._pass(Turn(*one))[0] for one in inputs]
 
     def share(self, value: Any, last: bool = True) -> Any:
-        """What the rank of the last stage has, or of the first, on every rank: its structure, then its tensors."""
+        """Broadcast a value from the rank of the last stage (or the first): its structure, then its tensors."""
         owner = self.ranks[-1 if last else 0]
         mine = self.group.rank == owner
         structure = apply_to_collection(value, Tensor, _without_storage) if mine else None
@@ -264,22 +264,22 @@ class Pipeline:
         return value if mine else shared
 
     def _learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Remember under ``key`` the shapes that the stages of this rank take and return; nothing else is changed."""
+        """Store under ``key`` the input and output shapes of this rank's stages, without other effects."""
         with torch.no_grad(), preserved_rng(self.device):
             before = [(b, b.detach().clone()) for stage in self.stages for b in stage.buffers()]
             _, self._known[key] = self._pass(Turn(args, kwargs), to_end=False)
             for buffer, value in before:
                 buffer.detach().copy_(value)
             for part in (part for stage in self.stages for part in stage.modules()):
-                if isinstance(part, FSDPModule):  # gradients and optimizers belong to the parts
+                if isinstance(part, FSDPModule):  # gradients and optimizers belong to the shards
                     part.reshard()
 
     def _pass(self, turn: Turn, to_end: bool = True) -> tuple[Any, dict[int, tuple[Tensor, ...]]]:
         """Pass one micro-batch from stage to stage, without a schedule.
 
         Returns:
-            What the last stage of this rank returns; and without storage, what stage ``i`` takes at ``i``, and returns
-            at ``i + 1``.
+            The output of this rank's last stage; and meta tensors, with the inputs of stage ``i`` at ``i`` and its
+            outputs at ``i + 1``.
         """
         shapes: dict[int, tuple[Tensor, ...]] = {}
         handed: Any = ()
@@ -315,7 +315,7 @@ class Pipeline:
     # -- a window ------------------------------------------------------------------------------------------------
 
     def forward_backward(self, micro: MicroSteps) -> None:
-        """The micro-batches of a window are those of the schedule; where their shapes change, another one begins."""
+        """Run the micro-batches of a window with a schedule; a change of their shapes starts another schedule."""
         if micro.has_backward_hooks:
             raise StrategyError(
                 "on_before_backward and on_after_backward have no place in a pipeline",
@@ -326,7 +326,7 @@ class Pipeline:
         absent: set[int] = set()
         for index in range(micro.count):
             micro.begin(index)
-            if micro.batch is None:  # other data ranks have more
+            if micro.batch is None:  # a padding batch: other data ranks have more batches
                 absent.add(index)
             batches.append(micro.earlier if micro.batch is None else micro.batch)
         if batches[0] is None:
@@ -353,8 +353,8 @@ class Pipeline:
         for start, end in zip(starts, [*starts[1:], micro.count], strict=True):
             key = _shapes_of(batches[start])
             turns = [Turn(*inputs[index], finish(index)) for index in range(start, end)]
-            # Stages draw by themselves, and leave the generators as they were: collate functions and hooks draw the
-            # same on all of them, or the first one's inputs and the last one's targets would be of two batches.
+            # Stages draw from their own seeds and restore the generators: collate functions and hooks must draw the
+            # same on every rank, so that the inputs of the first stage and targets of the last are of one batch.
             with self._own_errors(), _drawing(self._noise + start, self.device):
                 self._run(key, turns)
         self.ties.add_gradients()
@@ -363,18 +363,18 @@ class Pipeline:
             micro.end(index)
 
     def _run(self, key: Any, turns: Sequence[Turn]) -> None:
-        """Run micro-batches of one shape as one schedule; gradients are added to those that are there.
+        """Run micro-batches of one shape as one schedule; their gradients are added to the existing ones.
 
         Args:
-            key: of the shape, in ``_known``.
+            key: the key of the shape in ``_known``.
             turns: the micro-batches.
         """
         schedule = self._schedules.pop((key, len(turns)), None)
-        # torch drops the gradients of what FSDP divides when a schedule runs for the first time.
-        # Each once: two stages here may share one.
+        # The first run of a schedule in torch clears the gradients of parameters that FSDP shards: keep them.
+        # A dict has each parameter once, although two stages may share it.
         parameters = {} if schedule is not None else {p: p.grad for s in self.stages for p in s.parameters()}
         schedule = schedule or self._make(len(turns), self._known[key])
-        self._schedules[key, len(turns)] = schedule  # the latest is at the end
+        self._schedules[key, len(turns)] = schedule  # the most recently used is last
         if len(self._schedules) > _KEPT:
             del self._schedules[next(iter(self._schedules))]
         for parameter in parameters:
@@ -389,10 +389,10 @@ class Pipeline:
                 parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
-        """A schedule of torch for so many micro-batches, whose stages take and return these shapes."""
+        """Create torch's schedule for this number of micro-batches and these shapes of inputs and outputs."""
         from torch.distributed.pipelining import PipelineStage, schedules
 
-        # The first one's input is the number of the micro-batch, the last one's output is the loss.
+        # The input of the first stage is the index of the micro-batch, the output of the last stage is the loss.
         numbers = torch.empty(1, dtype=torch.int64, device="meta")
         loss = torch.empty((), device="meta", requires_grad=True)
         stages: list[Any] = [
@@ -412,13 +412,13 @@ class Pipeline:
         held: Any = stages[0] if one else stages
         try:
             return schedules.get_schedule_class(self.schedule)(held, **options)
-        except ValueError:  # too few micro-batches for it, or not a multiple of what it wants
+        except ValueError:  # the schedule does not support this number of micro-batches
             return (schedules.ScheduleGPipe if one else schedules.ScheduleLoopedBFS)(held, **options)
 
     def _agree(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
-        """At which micro-batches shapes change on any rank, and which of these shapes are new on any; and seeds.
+        """Agree on seeds, the micro-batches at which shapes change on any rank, and which of these are new on any.
 
-        All data ranks take part in one schedule's exchanges, so they run the same ones.
+        All data ranks take part in the collectives of a schedule, so they must run the same schedules.
         """
         shapes = [_shapes_of(batch) for batch in batches]
         changes = [index == 0 or shapes[index] != shapes[index - 1] for index in range(len(shapes))]
@@ -432,13 +432,13 @@ class Pipeline:
         return starts, {index for index in starts if any(row[1 + count + index] for row in rows)}
 
     def _draw_seeds(self) -> list[int]:
-        """Draw a seed that all ranks share, and one for each rank, from the user's random stream."""
+        """Draw a seed that all ranks share, and one for each rank, from the global generator."""
         size = self.group.size
         seeds: list[int] = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
         return seeds
 
     def _take(self, micro: MicroSteps, batch: Any, index: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """Return the inputs with which the step calls the model."""
+        """Dry-run the step up to its call of the model, and return the arguments of that call."""
         found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
         def take(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -477,7 +477,7 @@ class Pipeline:
 
     @contextmanager
     def _own_errors(self) -> Iterator[None]:
-        """Raise a stage's own error, without torch's error about its place in the schedule."""
+        """A context that raises a stage's own error in place of torch's error about the schedule."""
         try:
             yield
         except RuntimeError as error:
@@ -490,12 +490,12 @@ class Pipeline:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether weights get their gradients later than activations, so that they must stay gathered."""
+        """Whether gradients of weights are computed after those of activations, so that weights must stay gathered."""
         return "ZeroBubble" in self.schedule
 
     @property
     def loose(self) -> list[nn.Parameter]:
-        """Parameters that lie in no module of a stage: no unit gathers them, so they stay whole."""
+        """Direct parameters of the model, which no module of a stage has: FSDP does not shard them."""
         return [parameter for stage in self.stages for parameter in stage.loose]
 
     def describe(self) -> str:
@@ -506,7 +506,7 @@ class Pipeline:
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
-    """A tensor of the meta device, of the shape and dtype of another, that requires gradients where it can."""
+    """A meta tensor with the shape and dtype of another; it requires gradients if its dtype allows them."""
     return torch.empty_like(tensor.detach(), device="meta").contiguous().requires_grad_(tensor.is_floating_point())
 
 
@@ -517,10 +517,10 @@ def _nothing_of(output: Any) -> Tensor:
 
 
 def _copied(batch: Any) -> Any:
-    """Copy the containers of a batch, which keep the same tensors: a pop from one does not change the other.
+    """Copy the containers of a batch but not its tensors, so that a pop does not change the original.
 
     Args:
-        batch: dicts, lists and tuples, in any order; anything else is not copied.
+        batch: nested dicts, lists and tuples; anything else is not copied.
 
     Example:
         >>> batch = {"tokens": [1, 2], "labels": [3]}
@@ -543,7 +543,7 @@ def _copied(batch: Any) -> Any:
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """The tensors of a batch, in its order."""
+    """Iterate over the tensors of a batch, in order."""
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, (Mapping, list, tuple)):
@@ -553,10 +553,10 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 @contextmanager
 def _untouched(batch: Any) -> Iterator[None]:
-    """Refuse writes into the tensors of a batch.
+    """A context that refuses in-place changes of a batch's tensors.
 
     Raises:
-        StrategyError: a tensor was written: the second run would write it again.
+        StrategyError: a tensor was changed; the second run of the step would change it again.
     """
     before = [(tensor, tensor._version) for tensor in tensors_of(batch) if not tensor.is_inference()]
     yield
@@ -570,13 +570,13 @@ def _untouched(batch: Any) -> Iterator[None]:
 
 
 def _shapes_of(batch: Any) -> tuple[Any, ...]:
-    """Return a key of the shapes and dtypes of a batch, which decide those of everything computed from it."""
+    """Return a key of the shapes and dtypes of a batch, which determine those of all stage outputs."""
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in tensors_of(batch))
 
 
 @contextmanager
 def _drawing(seed: int, device: torch.device) -> Iterator[None]:
-    """Inside, every global generator starts from ``seed``; afterwards its state is as before."""
+    """A context in which every global generator is seeded with ``seed``; its end restores their states."""
     with preserved_rng(device):
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -602,6 +602,6 @@ class PipelineParallel(Transform):
         self.precision = precision
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Keep of the module, in place, only what the stages of this rank hold."""
+        """Remove, in place, the modules that belong to stages of other ranks."""
         if not self.pipeline.has(module):
             self.pipeline.divide(module, self.plan, self.precision)

@@ -194,7 +194,7 @@ def _size(part: Any) -> int:
 
 
 def _even(sizes: Sequence[int], stages: int) -> list[int]:
-    """Where stages begin so that the largest is as small as can be; each has a block at least."""
+    """The first block of each stage, such that the largest stage is as small as possible."""
     total = [0]
     for size in sizes:
         total.append(total[-1] + size)
@@ -225,11 +225,11 @@ def _ties(model: nn.Module, owners: Mapping[str, int]) -> tuple[list[list[tuple[
 
 
 class _Meaningless(Tensor):
-    """A value of the right shape. Whatever torch computes from it is one again."""
+    """A placeholder tensor with the right shape; results computed from it are placeholders too."""
 
 
 class _Left(BaseException):
-    """The forward ends here: the stage is over. No ``except Exception`` of the model's stops it."""
+    """Ends a forward at the end of the stage; a BaseException, so that the model does not catch it."""
 
 
 @final
@@ -240,7 +240,7 @@ class StandIn(nn.Module):
         super().__init__()
         held = [*original.parameters(), *original.buffers()]
         memo = {id(tensor): _without_storage(tensor) for tensor in held}
-        # Past nn.Module's own, which would make its parameters this module's.
+        # Set without nn.Module.__setattr__, which would register the original as a submodule.
         self.__dict__.update(twin=copy.deepcopy(original, memo), name=name, device=device, known={})
         self.arrived: Sequence[Tensor] | None = None
         self.is_entry = self.is_exit = False
@@ -290,7 +290,7 @@ def has_stages(module: nn.Module) -> bool:
 
 
 def whole_names(module: nn.Module) -> list[str]:
-    """The names of all submodules, including those that only other stages hold."""
+    """The names of all submodules, including those of other stages."""
     found = []
     for name, part in module.named_modules():
         if isinstance(part, StandIn):
@@ -378,7 +378,7 @@ class Stage(nn.Module):
         super().__init__()
         self.index, self.last = index, index == len(blocks) - 1
         mine = {name: slot for name, slot in places.items() if slot.stage == index}
-        self.__dict__.update(  # not through nn.Module: none of these modules is a child of the stage
+        self.__dict__.update(  # without nn.Module.__setattr__: these modules are not children of the stage
             run=run,
             others=[slot for slot in places.values() if slot.stage in own and slot.stage != index],
             entry=places[blocks[index - 1][-1]].stand_in if index else None,
@@ -402,7 +402,7 @@ class Stage(nn.Module):
         self.loose = nn.ParameterList([slot.real for slot in self._loose])
 
     def forward(self, *arrived: Tensor) -> Any:
-        """The flattened outputs of the last block; on the last stage, what ``Turn.finish`` makes of the model's output.
+        """Return the flattened outputs of the last block; on the last stage, the result of ``Turn.finish``.
 
         Args:
             arrived: the outputs of the previous stage.

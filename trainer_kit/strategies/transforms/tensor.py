@@ -1,4 +1,4 @@
-"""Tensor parallel: each rank of the axis holds some columns or rows of a weight, and computes with them."""
+"""Tensor parallel: each rank of the axis holds, and computes with, some columns or rows of a weight."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 class TensorParallel(Transform):
     """torch's ``parallelize_module`` by a plan (Shoeybi et al., 2019; sequences: Korthikanti et al., 2022).
 
-    A module that is split already stays as it is. Parameters that the plan does not name stay whole, the same on every
-    rank. What is split has no storage afterwards, so that no rank ever holds the parts of the others: values come by
-    `trainer_kit.strategies.rank_sync.InitialWeights`. Parameters that several layers share are shared afterwards
-    too.
+    A module that is already split is not changed. Parameters that the plan does not name are replicated on every rank.
+    Split parameters have no storage afterwards, so that no rank ever holds the shards of others:
+    `trainer_kit.strategies.rank_sync.InitialWeights` provides the values. Parameters that several layers share remain
+    shared.
 
     Args:
-        plan: of the module, or the user's.
-        copies: the module returns copies, not views: FSDP, which wraps it later, loses its hooks with views.
+        plan: the plan of the module, or the user's.
+        copies: make the module return copies instead of views: FSDP, which wraps it later, loses its hooks on views.
     """
 
     axis = "tp"
@@ -69,11 +69,11 @@ class TensorParallel(Transform):
         """Split the layers of the plan in place.
 
         Args:
-            module: the whole.
-            mesh: one axis.
+            module: the root module.
+            mesh: the tensor axis.
 
         Raises:
-            StrategyError: no plan, a name or word that is not known, or sizes that the axis does not divide.
+            StrategyError: there is no plan, it has an unknown name or word, or the axis does not divide a size.
         """
         if (before := module.__dict__.get("_split_over", mesh.size())) != mesh.size():
             raise StrategyError(
@@ -81,7 +81,7 @@ class TensorParallel(Transform):
                 found=f"tp={before} before, tp={mesh.size()} now",
                 fix="make a new module, and load a checkpoint into it",
             )
-        if "_split_over" not in module.__dict__:  # else an earlier fit has split it
+        if "_split_over" not in module.__dict__:  # otherwise an earlier fit has split it
             self._split(module, mesh)
         if self.copies:
             return_copies(module)
@@ -105,23 +105,23 @@ class TensorParallel(Transform):
         module.__dict__["_split_over"] = mesh.size()
 
     def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Make the outputs of a step whole where the plan divides losses."""
+        """Gather the outputs of a step if the plan uses loss parallelism."""
         return whole_outputs(method) if self.plan.loss_parallel else method
 
     def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-        """Divide losses in the step where the plan says so."""
+        """Run the step with loss parallelism if the plan uses it."""
         return loss_parallel()(step) if self.plan.loss_parallel else step
 
     def computing(self, first: bool) -> AbstractContextManager[Any]:
-        """Divide losses in a window where the plan says so."""
+        """Return the context of loss parallelism if the plan uses it."""
         return loss_parallel() if self.plan.loss_parallel else nullcontext()
 
     def check_gradients(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Refuse whole parameters whose gradients differ over the axis."""
+        """Refuse replicated parameters whose gradients differ over the axis."""
         check_whole_parameters(module.named_parameters(), mesh)
 
     def styles(self, module: nn.Module) -> dict[str, ParallelStyle]:
-        """How each layer that is split is split, by name."""
+        """The style of each split layer, by name."""
         given = self.plan.tensor
         if given is None:
             given = find_plans(module)
@@ -133,7 +133,7 @@ class TensorParallel(Transform):
                     "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
                 )
         plan: Mapping[str, Any] = preset(module, self.plan) if isinstance(given, str) else given
-        names = whole_names(module)  # a plan also names what other stages of a pipeline hold
+        names = whole_names(module)  # a plan may also name layers of other pipeline stages
         here = {name for name, part in module.named_modules() if not isinstance(part, StandIn)}
         found: dict[str, ParallelStyle] = {}
         for pattern, value in plan.items():
@@ -151,7 +151,7 @@ class TensorParallel(Transform):
 
 
 def _empty(layer: nn.Module) -> None:
-    """Drop the values of parameters; tensor subclasses of vendors keep theirs, and are split as they are."""
+    """Release the storage of parameters, except tensor subclasses of other libraries, which are split with values."""
     for key, parameter in layer._parameters.items():
         if type(parameter) is nn.Parameter and type(parameter.data) is Tensor:
             shape = torch.empty_like(parameter, device="meta")
@@ -159,7 +159,7 @@ def _empty(layer: nn.Module) -> None:
 
 
 def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
-    """Return the places, as (layer, name), of each parameter that has several."""
+    """Return, for each parameter that several layers share, its (layer, name) pairs."""
     places: dict[int, list[tuple[str, str]]] = {}
     for name, layer in module.named_modules():
         for key, parameter in layer._parameters.items():
@@ -169,7 +169,7 @@ def _shared(module: nn.Module) -> list[list[tuple[str, str]]]:
 
 
 def _share(styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]) -> None:
-    """Refuse a layer that shares its weight with a split layer, and is not in the plan."""
+    """Refuse a layer that shares its weight with a split layer but is not in the plan."""
     for places in owners:
         missing = [layer for layer, _ in places if layer not in styles]
         if missing and len(missing) < len(places):
@@ -231,7 +231,7 @@ def _divides(what: str, value: int, size: int, fix: str) -> None:
 
 
 def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None:
-    """Refuse batches whose sequences the axis does not divide: torch would join their parts wrongly."""
+    """Refuse batches whose sequences the axis does not divide: torch would gather their parts incorrectly."""
     if given and given[0].shape[1] % size:
         raise StrategyError(
             "sequence parallel needs sequences that the tensor axis divides",
@@ -241,7 +241,7 @@ def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None
 
 
 def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum partial gradients over the ranks: those of whole parameters that are used on a part of the activations."""
+    """Sum partial gradients over the ranks: of replicated parameters that are applied to a part of the activations."""
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
@@ -250,13 +250,13 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh) -> None:
-    """Refuse a first step in which ranks would move a parameter, that they all hold whole, in different ways.
+    """Refuse a first step in which ranks have different gradients for a replicated parameter.
 
-    It happens where a parameter outside of the plan is used on a part of the activations: each rank then has the
-    gradient of its part.
+    This happens if a parameter outside of the plan is applied to a part of the activations: each rank then has the
+    gradient of its part only.
 
     Args:
-        named: parameters by name, with their gradients; those that are split over the axis are left out.
+        named: parameters by name, with their gradients; those that are split over the axis are ignored.
         mesh: the tensor axis.
     """
     axis = (mesh.mesh_dim_names or ("",))[0]
@@ -291,18 +291,18 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
 
 
 def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A step that returns whole tensors, where its losses or logits are divided."""
+    """Wrap a step so that it gathers sharded losses and logits in its result."""
 
     @functools.wraps(method)  # a compiled step stays recognizable
     def step(*arguments: Any) -> Any:
-        # Copies: FSDP warns of views.
+        # Return copies, since FSDP warns about views.
         return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
 
     return step
 
 
 def return_copies(module: nn.Module) -> None:
-    """Let a module return copies of views, which split layers return: FSDP loses its hooks with views."""
+    """Make a module return copies of views, which split layers return: FSDP loses its hooks on views."""
 
     def copy(called: nn.Module, arguments: Any, output: Any) -> Any:
         return apply_to_collection(output, torch.Tensor, lambda t: t.clone() if t._is_view() else t)
@@ -315,7 +315,7 @@ _WHOLE: Final = Replicate()
 
 @final
 class _SummedGradient(ParallelStyle):
-    """Whole parameters that are used on a part of the activations: their gradients are added up over the axis."""
+    """For replicated parameters that are applied to a part of the activations: sums their gradients over the axis."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -353,11 +353,11 @@ _WORDS: Final[Mapping[str, Callable[[], ParallelStyle | None]]] = {
 
 
 def named_style(name: str, value: Any) -> ParallelStyle | None:
-    """Return the style that a word of a plan means, or the style itself; None for a layer that stays whole.
+    """Convert a word of a plan to a style; a style is returned itself, and None means a replicated layer.
 
     Args:
-        name: of the layer, for the error.
-        value: what the plan says.
+        name: the name of the layer, for the error.
+        value: the plan's entry.
     """
     if isinstance(value, ParallelStyle):
         return value
@@ -371,7 +371,7 @@ def named_style(name: str, value: Any) -> ParallelStyle | None:
 
 
 def find_plans(module: nn.Module) -> dict[str, str]:
-    """The plans that Hugging Face models inside of a module bring along, by the names that layers have in it."""
+    """The plans of the Hugging Face models inside a module, by the names of their layers in the module."""
     found: dict[str, str] = {}
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
@@ -384,7 +384,7 @@ def find_plans(module: nn.Module) -> dict[str, str]:
 
 
 def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
-    """Return the plan of a preset: which of the module's layers are split, and how."""
+    """Create the plan of a preset: the style of each of the module's layers that it splits."""
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
         raise StrategyError("no such preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers))
@@ -406,7 +406,7 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 
 
 def _by_last_name(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
-    """Each pattern is matched with the last parts of the layers' names."""
+    """Match each pattern with the last components of layer names."""
     patterns = [(re.compile(rf"(?:.*\.)?(?:{pattern})"), style) for pattern, style in styles.items()]
     found = {}
     for name, _ in module.named_modules():
@@ -418,7 +418,7 @@ def _by_last_name(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any
 
 
 def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
-    """Layers named as in Llama's code: Hugging Face's names, or Meta's."""
+    """The plan for layers with Llama's names, of Hugging Face or Meta."""
     logits = Shard(-1) if plan.loss_parallel else _WHOLE
     split = Shard(1) if plan.sequence_parallel else _WHOLE
     styles: dict[str, Any] = {
@@ -432,7 +432,7 @@ def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     }
     if plan.sequence_parallel:
         styles["input_layernorm|post_attention_layernorm|attention_norm|ffn_norm|norm"] = "sequence_parallel"
-        # Both ways to hand the activations over: by position, and as Hugging Face's blocks do it.
+        # Gathers an activation passed by position, or by keyword as in Hugging Face's blocks.
         styles["self_attn|attention|mlp|feed_forward"] = _GatherSequence()
     return _by_last_name(module, styles)
 
@@ -457,8 +457,8 @@ class _GatherSequence(ParallelStyle):
 
 
 def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
-    """Layers named as in GPT's code. A fused projection of queries, keys and values is split by rows of its weight and
-    its output gathered: attention itself is then computed on every rank."""
+    """The plan for layers with GPT's names. A fused projection of queries, keys and values is split by rows of its
+    weight and its output is gathered, so that every rank computes the whole attention."""
     fused = {name for name, _ in module.named_modules() if re.search(r"(^|\.)(c_attn|qkv|qkv_proj)$", name)}
     after = "rowwise_rep" if fused else "rowwise"
     return _by_last_name(
@@ -475,7 +475,7 @@ def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 
 
 def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
-    """Pairs of linear layers in a sequence, with nothing but functions of single elements between them."""
+    """The plan for pairs of linear layers in a sequence with only elementwise functions between them."""
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
         if not isinstance(part, nn.Sequential):

@@ -1,4 +1,4 @@
-"""The contract of a transform: one change of a module, in place, by which several devices share its work."""
+"""The interface of a transform: an in-place change of a module that distributes or recomputes its work."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Transform(ABC):
     """
 
     axis: ClassVar[str] = ""
-    """The mesh axis that it divides over; empty: it divides nothing, and `apply` gets the whole mesh."""
+    """The mesh axis that it splits over; empty: it splits nothing, and `apply` gets the whole mesh."""
 
     divides_batch: ClassVar[bool] = False
-    """Whether `shard_batch` does anything."""
+    """Whether the transform overrides `shard_batch`."""
 
     @abstractmethod
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
@@ -42,25 +42,25 @@ class Transform(ABC):
         return batch
 
     def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Return how a step method of the module is called, in training and evaluation. Default: the method itself."""
+        """Wrap a step method of the module, for training and evaluation. Default: the method itself."""
         return method
 
     def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
-        """Return how an evaluation step is called. Default: the step itself.
+        """Wrap an evaluation step. Default: the step itself.
 
         Args:
-            step: as `bind` and the data axes return it.
-            whole: batches have not been through `shard_batch`.
+            step: the step, wrapped by `bind` and the data axes.
+            whole: `shard_batch` has not split the batches.
         """
         return step
 
     def computing(self, first: bool) -> AbstractContextManager[Any]:
-        """Return the context of an accumulation window; ``first``: of a run. Default: none."""
+        """Return a context for an accumulation window; ``first``: it is the first of the run. Default: none."""
         return nullcontext()
 
     def check_gradients(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        """Called once, after the first window, on every rank of the axis. Default: nothing is checked.
+        """Check the gradients once, after the first window, on every rank of the axis. Default: no check.
 
         Raises:
-            StrategyError: the gradients show that the module computes with wrong parts.
+            StrategyError: the gradients show that the module is split incorrectly.
         """
