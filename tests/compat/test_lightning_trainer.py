@@ -6,6 +6,7 @@ import copy
 import inspect
 import os
 import pickle
+import shutil
 import signal
 
 import pytest
@@ -489,6 +490,55 @@ def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path, last):
     assert resumed.asked[0] == 2
     assert resumed.read == whole.read[last:]
     assert torch.equal(whole.layer.weight, resumed.layer.weight)
+
+
+@pytest.mark.parametrize("last", [2, 3, 4])  # where an epoch begins and inside it, with new loaders and without
+def test_a_resumed_run_makes_loaders_in_the_same_epochs(tmp_path, last):
+    class Draws(Reads):
+        def __init__(self, fails_after=None):
+            super().__init__()
+            self.asked, self.fails_after = [], fails_after
+
+        def train_dataloader(self):
+            self.asked.append(self.current_epoch)
+            rows = torch.rand(8, 32) if self.current_epoch else torch.zeros(8, 32)
+            return DataLoader(rows, batch_size=4)
+
+        def training_step(self, batch, batch_idx):
+            if self.global_step == self.fails_after:
+                raise ArithmeticError
+            return super().training_step(batch, batch_idx)
+
+    def trained(module, **fit):
+        tk.seed_everything(3)
+        keeps = tk.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+        options = QUIET | {"enable_checkpointing": True, "default_root_dir": tmp_path}
+        tk.Trainer(**options, reload_dataloaders_every_n_epochs=2, max_epochs=4, callbacks=[keeps]).fit(module, **fit)
+        return module
+
+    whole = trained(Draws())
+    shutil.rmtree(tmp_path / "kept")
+    with pytest.raises(ArithmeticError):
+        trained(Draws(last))
+    resumed = trained(Draws(), ckpt_path=tmp_path / "kept" / f"step-{last:08d}")
+    assert set(resumed.asked) <= {0, 2}
+    assert resumed.read == whole.read[last:]
+
+
+def test_a_continued_fit_makes_loaders_in_the_same_epochs():
+    module = Reloads()
+    trainer = tk.Trainer(**QUIET, reload_dataloaders_every_n_epochs=2, max_epochs=1)
+    trainer.fit(module)
+    trainer.fit_loop.max_epochs = 4
+    trainer.fit(module)
+    assert (module.asked, module.read) == ([0, 0, 2], [1] * 4 + [3] * 8)
+
+
+def test_validation_loaders_are_made_again_beside_training_loaders_that_were_passed():
+    module = Reloads()
+    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    tk.Trainer(**options, max_epochs=3).fit(module, DATA)
+    assert (module.asked, module.validated) == ([], [1, 2, 3])
 
 
 def test_loaders_that_were_passed_stay():

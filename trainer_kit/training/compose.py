@@ -317,8 +317,17 @@ def _windows(
     return windows
 
 
-def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any) -> None:
-    """Call the dataloader hooks again between two epochs, and continue the fit with the new loaders."""
+def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any, passed: bool) -> None:
+    """Between two epochs, call the hooks that make the loaders again; training loaders that were passed stay."""
+    if not passed:
+        _reload_training(trainer, run, datamodule)
+    made = None if run.validation is None else _validation(trainer, run.module, datamodule, val_loaders, run.bus)
+    if run.validation is not None and made is not None:
+        run.validation.feeds, run.validation.limits = made.feeds, made.limits
+        trainer.num_val_batches = [float("inf") if one is None else one for one in made.limits]
+
+
+def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     settings, strategy, windows = trainer.settings, trainer.strategy, run.windows
     trainer.forget_loaders()
     feed, limit = training_feed(trainer.load_train(), settings, strategy.data, trainer.data_seed, trainer.accumulation)
@@ -330,10 +339,6 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
     run.micro.move = move if windows.ahead is None else None
     trainer.num_training_batches = float("inf") if limit is None else limit
     trainer.train_batch_samples = feed.samples(0)
-    made = None if run.validation is None else _validation(trainer, run.module, datamodule, val_loaders, run.bus)
-    if run.validation is not None and made is not None:
-        run.validation.feeds, run.validation.limits = made.feeds, made.limits
-        trainer.num_val_batches = [float("inf") if one is None else one for one in made.limits]
     run.schedule.batches = limit
     run.schedule.validate_every = _schedule(settings, limit, run.validation, strategy.world.size).validate_every
 

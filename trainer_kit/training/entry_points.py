@@ -265,12 +265,8 @@ class EntryPoint:
         every = trainer.reload_dataloaders_every_n_epochs
         if every and state is not None and not weights_only:
             trainer.progress.load_state_dict(state["progress"])  # loaders may depend on the epoch
-        loaders = trainer.load_train()
-        if loaders is None:
-            raise DataError("there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()")
-        if trainer.switches["sync_batchnorm"]:
-            self.module = module = _sync_batchnorm(module, trainer.strategy)
-        run = trainer.run = compose_fit(trainer, module, self.datamodule, loaders, val_loaders, self.bus)
+        run = trainer.run = self._compose(val_loaders, every)
+        module = self.module  # sync_batchnorm converts it
         self.unwinding.cleanup.append(watch_groups(run))
         run.id = "" if files.record is None else files.record.id
         trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
@@ -278,7 +274,7 @@ class EntryPoint:
         run.schedule.mark_checked(run.progress)  # counts that a continued fit takes over are not due again
         if state is not None and path is not None:
             self._restore(run, read_rest(state, path, weights_only, trainer.strategy, module), found)
-        if every and self.loaders is None:
+        if every:
             run.reload = self._reload(run, val_loaders, every)
         if run.checkpoints:
             _dry_run(trainer, run)
@@ -295,16 +291,41 @@ class EntryPoint:
         self._check_sanity(run)
         return run
 
+    def _compose(self, val_loaders: Any, every: int) -> Fit:
+        """Get the loaders and compose the fit; with ``every``, loaders of the last epoch that is a multiple of it."""
+        trainer = self.trainer
+        epoch = trainer.progress.epoch
+        if every and epoch:  # this epoch has the loaders of an earlier one, unless it is a multiple
+            trainer.progress.epoch -= epoch % every
+            trainer.forget_loaders()
+        try:
+            loaders = trainer.load_train()
+            if loaders is None:
+                raise DataError(
+                    "there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()"
+                )
+            if trainer.switches["sync_batchnorm"]:
+                self.module = _sync_batchnorm(self.module, trainer.strategy)
+            return compose_fit(trainer, self.module, self.datamodule, loaders, val_loaders, self.bus)
+        finally:
+            trainer.progress.epoch = epoch
+
     def _reload(self, run: Fit, val_loaders: Any, every: int) -> Callable[[], None]:
-        """A function to call before each epoch: it reloads the loaders every ``every`` epochs, not before the first."""
-        progress, datamodule = run.progress, self.datamodule
-        last = progress.epoch
+        """A function to call before each epoch: it reloads the loaders where its number is a multiple of ``every``.
+
+        Not before the first epoch, which has new ones; but a run that resumes where an epoch begins makes them once
+        more, with the generators of its checkpoint.
+        """
+        progress, datamodule, passed = run.progress, self.datamodule, self.loaders is not None
+        last = progress.epoch - progress.epoch % every
+        if run.resumed and progress.epoch == last and not progress.epoch_batch:
+            last -= every
 
         def reload() -> None:
             nonlocal last
             if progress.epoch >= last + every and not progress.epoch_batch:
                 last = progress.epoch
-                reload_loaders(self.trainer, run, datamodule, val_loaders)
+                reload_loaders(self.trainer, run, datamodule, val_loaders, passed)
 
         return reload
 
