@@ -331,6 +331,35 @@ def test_setters(tmp_path):
         trainer.fit(TinyModule(), DATA)
 
 
+def test_a_logger_that_was_taken_away_gets_nothing_more(tmp_path):
+    trainer = tk.Trainer(**QUIET | {"logger": "csv"}, max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=1)
+    module = Validates()
+    trainer.fit(module, DATA, DATA)
+    written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert any(path.name == "metrics.csv" for path in written)
+    trainer.logger = None
+    trainer.validate(module, DATA, verbose=False)
+    trainer.fit(module, DATA, DATA)
+    trainer.log_metrics({"late": 1.0}, step=9)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == written
+
+
+def test_a_logger_that_is_set_writes_nothing_in_a_fast_dev_run(tmp_path):
+    options = {name: value for name, value in QUIET.items() if name != "logger"}
+    trainer = tk.Trainer(**options, fast_dev_run=True, default_root_dir=tmp_path)
+    trainer.logger = tk.loggers.CSVLogger(tmp_path)
+    trainer.fit(Validates(), DATA, DATA)
+    assert list(tmp_path.rglob("*")) == []
+
+
+@pytest.mark.parametrize("given", [True, "csv", object(), tk.loggers.CSVLogger])
+def test_what_is_no_logger_cannot_be_set(given):
+    trainer = tk.Trainer(**QUIET)
+    with pytest.raises(tk.ConfigurationError, match="this is no logger"):
+        trainer.logger = given
+    assert trainer.loggers == []
+
+
 def test_hyperparameters_are_kept_from_loggers_on_request(tmp_path):
     class Named(TinyModule):
         def __init__(self, width=3):

@@ -286,6 +286,7 @@ class RunFiles:
     def replace_loggers(self, loggers: Sequence[Any]) -> None:
         """Log with these from the next entry point on."""
         self.loggers = list(loggers)
+        self.deliveries.open([], None)  # those before get nothing more
         self._forget_directory()
 
     def _forget_directory(self) -> None:

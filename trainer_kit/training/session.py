@@ -24,7 +24,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
-from trainer_kit.core.protocols import CheckpointRequest, SetsAccumulation
+from trainer_kit.core.protocols import CheckpointRequest, Logger, SetsAccumulation
 from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
@@ -606,7 +606,14 @@ class Session:
     def loggers(self, loggers: Sequence[Any]) -> None:
         if self.state_verb:
             raise ConfigurationError("loggers cannot change while an entry point runs", found=self.state_verb)
-        self.files.replace_loggers(loggers)
+        for one in loggers:
+            if isinstance(one, type) or not isinstance(one, Logger):
+                raise ConfigurationError(
+                    "this is no logger",
+                    found=f"trainer.loggers = [{one!r}]",
+                    fix="set an object with log_metrics(metrics, step); only the Trainer's argument takes words",
+                )
+        self.files.replace_loggers([] if self.settings.fast else loggers)  # fast_dev_run writes nothing
 
     @property
     def logger(self) -> Any:
