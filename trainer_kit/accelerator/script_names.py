@@ -86,7 +86,7 @@ class AcceleratorState(metaclass=_Recognised):
 
     Args:
         mixed_precision: for a new Accelerator, if there is none.
-        cpu: likewise.
+        cpu: for a new Accelerator, if there is none.
         options: further arguments of the new Accelerator.
 
     Raises:
@@ -438,16 +438,16 @@ def prepare_data_loader(
         device: the device of batches, with ``put_on_device``; by default the process's device.
         num_processes: if given, the number of processes of the run.
         process_index: if given, the rank of this process.
-        split_batches: as for `DataLoaderConfiguration`, like other options.
+        split_batches: as for `DataLoaderConfiguration`.
         put_on_device: whether batches are moved.
         rng_types: accepted; the data order is a function of seed and epoch on every process.
-        dispatch_batches: likewise.
-        even_batches: likewise.
+        dispatch_batches: as for `DataLoaderConfiguration`.
+        even_batches: as for `DataLoaderConfiguration`.
         slice_fn_for_dispatch: accepted.
-        use_seedable_sampler: likewise.
-        data_seed: likewise.
-        non_blocking: likewise.
-        use_stateful_dataloader: likewise.
+        use_seedable_sampler: as for `DataLoaderConfiguration`.
+        data_seed: as for `DataLoaderConfiguration`.
+        non_blocking: as for `DataLoaderConfiguration`.
+        use_stateful_dataloader: as for `DataLoaderConfiguration`.
         torch_device_mesh: refused: prepare the loader with an Accelerator.
 
     Raises:

@@ -74,7 +74,7 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model inside ``torch.compile``, with the strategy's wrapper; a model that is not compiled as it is."""
+    """Return the model inside ``torch.compile``, with the strategy's wrapper; return other models unchanged."""
     inner = getattr(model, "_orig_mod", None)
     return inner if isinstance(inner, nn.Module) else model
 

@@ -1,4 +1,4 @@
-"""A thread that notices when training makes no progress, finds the rank that hangs, and ends the run."""
+"""A thread that detects when training makes no progress, finds the rank that hangs, and ends the run."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ from trainer_kit.launch.startup_timeout import patience
 __all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
 
 EXIT_CODE: Final = 75
-"""Of a run that hangs: EX_TEMPFAIL, by which batch systems start a job again."""
-_FAST: Final = 0.25  # seconds between two looks, once a hang is near
-_GUARDED: Final = 2.0  # seconds between two looks at the thread that asks the store
-_DEAD: Final = 5  # such looks after which a store that does not answer counts as dead
-_NUMBER = [0]  # of watchdogs in this process
+"""The exit code of a run that hangs: EX_TEMPFAIL, which makes batch systems restart a job."""
+_FAST: Final = 0.25  # seconds between two checks when a hang is near
+_GUARDED: Final = 2.0  # seconds between two checks of the thread that queries the store
+_DEAD: Final = 5  # number of such checks after which a store without an answer counts as dead
+_NUMBER = [0]  # the number of watchdogs made in this process
 
 
 @final
 class HangWatchdog:
-    """Ends a run that hangs, with exit code 75, after it has found out which rank does.
+    """Finds the rank that hangs, and ends the run with exit code 75.
 
-    Its thread reads what the loop counts anyway, and the main thread's frames, so a step pays nothing. The ranks leave
-    signs of life in the store through which they found each other. A rank without progress asks all of them where they
-    are; a rank that cannot answer (stopped, or its interpreter locked) is described by the others.
+    Its thread reads existing counters of the loop and the main thread's frames, so it adds no cost to a step. Each rank
+    writes heartbeats to the rendezvous store. A rank without progress asks all ranks for their position; the others
+    describe a rank that cannot answer (because it is stopped, or its interpreter is locked).
 
     Args:
-        rank: of this process.
-        size: number of processes.
-        timeout: seconds without progress; None: ten times the slowest ordinary step, at least 60 s. Infinite: a rank
-            that waits for others is only reported.
+        rank: the rank of this process.
+        size: the number of processes.
+        timeout: seconds without progress; None: ten times the slowest ordinary step, at least 60 s. Infinite: only
+            report a rank that waits for others.
         progress: called by the thread; returns the completed steps, and a value that changes with each progress.
         directory: called at a hang; returns the directory for the stacks, or None.
         say: prints a line; called when this process has waited for others for ``TRAINER_KIT_PATIENCE`` seconds.
         advice: the end of that line.
-        unit: what ``progress`` counts.
-        signals: notice SIGTERM and Ctrl-C: from then on a step that hangs has 15 s. Main thread only.
+        unit: the unit that ``progress`` counts.
+        signals: detect SIGTERM and Ctrl-C, after which a step that hangs has 15 s. Main thread only.
         note: called with the verdict's text and the directory of the stacks, on one rank, before the run ends.
     """
 
@@ -93,12 +93,12 @@ class HangWatchdog:
         self._slept = 0.0
         self._patience = patience()
         self._warned = False
-        self._signal: tuple[int, float] | None = None  # its number, and when it came
-        self._question: tuple[int, float, bool] | None = None  # its number, when, and whether it is about the end
+        self._signal: tuple[int, float] | None = None  # its number, and its time
+        self._question: tuple[int, float, bool] | None = None  # its number, its time, and whether it may end the run
         self._not_before = 0.0
         self._answered = 0
-        self._ending: threading.Thread | None = None  # the thread that is about to end this process
-        self._stopped: dict[int, float] = {}  # ranks that were found stopped, and when first
+        self._ending: threading.Thread | None = None  # the thread that will end this process
+        self._stopped: dict[int, float] = {}  # stopped ranks, each with the time at which this rank first saw that
         self._me = Report(
             rank=rank,
             host=socket.gethostname(),
@@ -109,20 +109,20 @@ class HangWatchdog:
             stacks=answering_file() if size > 1 else "",
         )
         self._store: Any = None
-        self._server: Report | None = None  # rank 0, which may serve the store
+        self._server: Report | None = None  # the report of rank 0, which may serve the store
         self.asking: float | None = None
-        """When the question that the store has not answered yet began."""
+        """The start time of a request that the store has not answered yet."""
         self._done = threading.Event()
         if size > 1:
             _NUMBER[0] += 1
-            # Another connection: the main thread's may be blocked.
+            # A separate connection: the main thread's may be blocked.
             own = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
             own.set_timeout(timedelta(seconds=10))
             self._store = dist.PrefixStore(f"trainer_kit/hang/{_NUMBER[0]}", own)  # type: ignore[attr-defined]
             self._store.set(f"beat/{rank}", self._me.dumped())
         reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
-        self._close = weakref.finalize(self, os.close, self._writes)  # the thread reads its end
+        self._close = weakref.finalize(self, os.close, self._writes)  # closing the pipe ends the thread
         self._wakeup = _wake_by_signals(self._writes) if signals else None
         self._thread = threading.Thread(target=_run, args=(weakref.ref(self), reads), name="hang watchdog", daemon=True)
         self._thread.start()
@@ -133,18 +133,18 @@ class HangWatchdog:
 
     @property
     def every(self) -> float:
-        """Seconds until the next look."""
+        """The seconds until the next check."""
         every = min(self._clock.every, self._patience / 4)
         near = self._question is not None or self._signal is not None
         return min(every, _FAST) if near or 2 * self.seconds > self._clock.limit else every
 
     @property
     def seconds(self) -> float:
-        """Seconds since the last progress."""
+        """The seconds since the last progress."""
         return time.monotonic() - self._clock.since
 
     def stop(self) -> None:
-        """End the threads; this rank answers no more, and says so."""
+        """End the threads; the other ranks learn that this rank no longer answers."""
         self._done.set()
         if self._wakeup is not None:
             self._wakeup()
@@ -154,22 +154,22 @@ class HangWatchdog:
                 os.write(self._writes, b"\0")
             if threading.current_thread() is not self._thread:
                 self._thread.join(2.0)
-                if self._ending is not None:  # what brought the main thread here may be the end of another rank
+                if self._ending is not None:  # the end of another rank may have brought the main thread here
                     self._ending.join()
         self._close()
 
     def note_signals(self, numbers: bytes) -> None:
-        """Take over the numbers of signals that have come."""
+        """Record the numbers of received signals."""
         for number in numbers:
             if number in (signal.SIGTERM, signal.SIGINT) and self._signal is None:
                 self._signal = number, time.monotonic()
 
     def slept(self, seconds: float) -> None:
-        """How long the thread waited before this look."""
+        """Record how long the thread waited before this check."""
         self._slept = seconds
 
     def look(self) -> None:
-        """Look once; the thread calls it."""
+        """Check once; the thread calls this."""
         now = time.monotonic()
         gap = now - self._looked - self._slept  # this process was stopped, or its interpreter was locked
         self._looked = now
@@ -187,15 +187,15 @@ class HangWatchdog:
         try:
             self._exchange(now)
         except RuntimeError:
-            self._store = None  # its process has ended, or its machine
+            self._store = None  # the store's process or machine has ended
         finally:
             self.asking = None
 
     def look_alone(self, gap: float) -> None:
-        """Look once, without the store: its process is stopped, or gone.
+        """Check once without the store, whose process is stopped or has ended.
 
         Args:
-            gap: seconds in which this process did not run.
+            gap: seconds for which this process did not run.
         """
         now = time.monotonic()
         self._measure(now, gap)
@@ -214,14 +214,14 @@ class HangWatchdog:
         self._end(finding, code, answers, {0: server})
 
     def _measure(self, now: float, paused: float) -> bool:
-        """Whether there was progress since the last look."""
+        """Whether there was progress since the last check."""
         before = self._clock.since
         step, token = self._progress()
         self._clock.look(find_position(sys._current_frames().get(self._main)), step, token, now, paused)
         return self._clock.since > before
 
     def _overdue(self, now: float) -> int | None:
-        """The exit code if this rank has made no progress for too long."""
+        """Return the exit code if this rank has made no progress for too long."""
         if self._signal is not None and now - max(self._signal[1], self._clock.since) >= self._clock.grace:
             return 128 + self._signal[0]
         return EXIT_CODE if self.seconds >= self._clock.limit else None
@@ -287,7 +287,7 @@ class HangWatchdog:
         at = {rank: answers[rank].place if rank in answers else "" for rank in range(self.size)}
         waiting = [rank for rank, place in at.items() if place == mine]
         if waiting[0] != self.rank:
-            return  # one line is enough
+            return  # one process prints the line
         silent = "silent: it has ended or does not answer"
         others = "; ".join(f"process {r} is {place or silent}" for r, place in at.items() if r not in waiting)
         who = ", ".join(map(str, waiting))
@@ -307,7 +307,7 @@ class HangWatchdog:
             left.append((self._clock.timeout or PATIENT) - self.seconds)  # a slow exchange, or a dead connection
         code = self._overdue(now)
         if code == EXIT_CODE and all(one.phase == OUTSIDE and not one.call for one in known.values()):
-            left.append(PATIENT)  # a script that does something else, in one call
+            left.append(PATIENT)  # the script may be in one long call of its own
         self._stopped = {rank: since for rank, since in self._stopped.items() if rank in last_words}
         if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
             self._not_before = now + min(10.0, self._clock.limit, max(left, default=1.0))
@@ -315,7 +315,7 @@ class HangWatchdog:
         self._end(finding, code, answers, last_words)
 
     def _examined(self, one: Report, now: float) -> Report:
-        """What this rank can see of another one that does not answer; it passed its first steps where this one has."""
+        """Complete the report on a rank that does not answer, from what this rank can see of its process."""
         compiles = one.phase == "compilation"
         long = compiles or (one.patient and self._clock.timeout is None)
         one.left = (PATIENT if long else 0.0) - self.seconds
@@ -331,15 +331,15 @@ class HangWatchdog:
             one.stack = read_stacks(one.pid, one.stacks).splitlines()
             one.reason = "its interpreter is locked by C code" if one.stack else ""
             if one.stack and compiles and not any(part in line for line in one.stack for part in COMPILERS):
-                one.left = -self.seconds  # it has left the phase in which it was last seen
+                one.left = -self.seconds  # it has left the phase of its last report
         return one
 
     def _end(
         self, finding: Finding, code: int, answers: Mapping[int, Report], last_words: Mapping[int, Report]
     ) -> None:
-        """Decide; the first rank that does is the one that counts."""
+        """Write the verdict to the store; the first rank that does so decides for all."""
         root = self._directory()
-        # The last sign of life of a silent rank may be older than its hang.
+        # The last report of a silent rank may be older than its hang.
         step = min([answers[rank].step for rank in finding.culprits if rank in answers], default=self._clock.step)
         place = "" if root is None else str(root / f"hang-{step}")
         reason = f"{signal.Signals(code - 128).name} came, and the step does not end: " if code > 128 else ""
@@ -364,7 +364,7 @@ class HangWatchdog:
         end_rank(self._me, self.size, verdict, silent, self._store, self._note)
 
     def leave(self) -> None:
-        """Tell the other ranks that this one is past its loop; the thread calls it last."""
+        """Tell the other ranks that this one has left its loop; the thread's last call."""
         if self._store is not None and self._clock.position is not None:
             me = self._report(full=False)
             me.ended = True
@@ -382,7 +382,7 @@ def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
             if watchdog is None or (ready and not came):  # the other end is closed
                 return
             if b"\0" in came:
-                with suppress(RuntimeError):  # the store may have gone with its process
+                with suppress(RuntimeError):  # the store may have ended with its process
                     watchdog.leave()
                 return
             watchdog.note_signals(came)
@@ -395,7 +395,7 @@ def _run(of: weakref.ref[HangWatchdog], reads: int) -> None:
 
 
 def _guard(of: weakref.ref[HangWatchdog], done: threading.Event) -> None:
-    """Look where the other thread cannot: the store of a stopped process leaves a question unanswered for ever."""
+    """Check while the other thread is blocked: the store of a stopped process never answers a request."""
     question, looks = None, 0
     while True:
         began = time.monotonic()
@@ -410,10 +410,10 @@ def _guard(of: weakref.ref[HangWatchdog], done: threading.Event) -> None:
 
 
 def _wake_by_signals(file: int) -> Callable[[], None] | None:
-    """Have Python's C code write the number of each signal to ``file``, also while the main thread is stuck.
+    """Make Python's C code write the number of each signal to ``file``, even while the main thread is stuck.
 
     Returns:
-        A function that ends this; None where someone else uses that mechanism, or in another thread.
+        A function that ends this; None if other code uses this mechanism, or outside the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -439,7 +439,7 @@ def hang_watchdog(
     unit: str = "step",
     note: Callable[[str, str], Any] = lambda text, stacks: None,
 ) -> Iterator[None]:
-    """Inside, a `HangWatchdog` watches this process; its arguments."""
+    """Run a `HangWatchdog` in this context; the arguments are the same."""
     if timeout is not None and math.isinf(timeout):
         yield
         return
@@ -456,7 +456,7 @@ def hang_watchdog(
 
 
 def stop_at_exit(watchdog: HangWatchdog) -> None:
-    """Stop a watchdog when the interpreter ends, without keeping it until then."""
+    """Stop a watchdog when the interpreter exits, without keeping it alive until then."""
     found = weakref.ref(watchdog)
 
     def stop() -> None:

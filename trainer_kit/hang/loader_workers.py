@@ -1,4 +1,4 @@
-"""What the main thread waits for in a data loader: the worker process, and the index that it reads."""
+"""Find the worker process for which the main thread waits in a data loader, and the index that it reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["waiting_for"]
 
 
 def waiting_for(frame: FrameType | None) -> str:
-    """Name the worker that a thread waits for, "" if it waits for none."""
+    """Describe the worker for which a thread waits; "" if it waits for none."""
     while frame is not None:
         loader: Any = frame.f_locals.get("self")
         if type(loader).__name__ == "_MultiProcessingDataLoaderIter" and frame.f_code.co_name == "_try_get_data":

@@ -1,4 +1,4 @@
-"""Where a thread is, read from its Python frames by another thread: phase, line of user code, collective."""
+"""Find the position of a thread from its Python frames: phase, line of user code, collective."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ import torch
 __all__ = ["COMPILERS", "OUTSIDE", "Position", "find_position", "user_line"]
 
 _HERE: Final = str(Path(__file__).resolve().parents[1])
-_TORCH: Final = str(Path(torch.__file__).resolve().parent)  # not always in this environment's own directories
+_TORCH: Final = str(Path(torch.__file__).resolve().parent)  # torch may be outside this environment's directories
 _LIBRARIES: Final = (
     *(_HERE, _TORCH, "<frozen"),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
 )
 OUTSIDE: Final = "your code"
-"""The phase outside of everything that this library or torch's training does."""
+"""The phase outside the code of this library and of torch's training."""
 _BACKWARD: Final = "_engine_run_backward"
 _GRADIENTS: Final = "backward's exchange of gradients"
 _EXCHANGES: Final = (
@@ -31,7 +31,7 @@ _EXCHANGES: Final = (
     os.path.join(_TORCH, "nn", "parallel", "distributed.py"),
 )
 COMPILERS: Final = (os.path.join(_TORCH, "_dynamo", ""), os.path.join(_TORCH, "_inductor", ""))
-"""Directories of the code that compiles."""
+"""Directories of compiler code."""
 _FILES: Final = (
     # (part of the file's path, phase, whether it may take long)
     *((part, "compilation", True) for part in COMPILERS),
@@ -55,16 +55,16 @@ _DEBUGGERS: Final = ("bdb.py", "pdb.py")
 @final
 @dataclass(frozen=True)
 class Position:
-    """Where the main thread is.
+    """The position of the main thread.
 
     Attributes:
         phase: ``"data"``, ``"forward"``, ``"backward"``, ``"optimizer"``, ``"validation"``, ``"checkpoint"``,
             ``"compilation"``, a hook such as ``"EarlyStopping.on_train_epoch_end"``, or ``"your code"``.
-        place: the line of user code, and the function that is called there: ``"at train.py:30 in all_reduce"``.
-        call: the exchange with other ranks that it is in; "" for none.
+        place: the line of user code, and the function that it calls: ``"at train.py:30 in all_reduce"``.
+        call: the current exchange with other ranks, "" for none.
         patient: whether this phase may take long.
-        debugged: whether a debugger holds it.
-        frames: identity of the frames: it changes where the thread moves.
+        debugged: whether a debugger holds the thread.
+        frames: the identity of the frames, which changes when the thread moves.
     """
 
     phase: str
@@ -82,7 +82,7 @@ def _outward(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def find_position(frame: FrameType | None) -> Position:
-    """Describe a thread by its innermost frame."""
+    """Return the position of a thread from its innermost frame."""
     frames = list(_outward(frame))
     phase, patient = _phase(frames)
     debugged = "pydevd" in sys.modules or any(f.f_code.co_filename.endswith(_DEBUGGERS) for f in frames)
@@ -91,7 +91,7 @@ def find_position(frame: FrameType | None) -> Position:
 
 
 def user_line(frame: FrameType | None) -> str:
-    """The line of user code that a thread is in, and the function that it calls there."""
+    """Return a thread's current line of user code, and the function that it calls."""
     does = ""
     for one in _outward(frame):
         if not one.f_code.co_filename.startswith(_LIBRARIES):
@@ -111,7 +111,7 @@ def _phase(frames: list[FrameType]) -> tuple[str, bool]:
         if found is None:
             found = next(((phase, long) for part, phase, long in _FILES if file.startswith(part)), None)
         if found is not None and found[1]:
-            return found  # a forward in a validation may take long, too
+            return found  # a forward during validation may take long too
         inner = inner or found
     return inner or (OUTSIDE, True)
 

@@ -1,4 +1,4 @@
-"""Stacks of processes, also of one whose interpreter is locked: a signal makes its C code write them to a file."""
+"""Read stacks of processes, even with a locked interpreter: on a signal, C code writes the stacks to a file."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _FILE: dict[str, Any] = {}
 
 
 def answering_file() -> str:
-    """From now on, the signal of this module writes the stacks of this process; returns the file to read them from.
+    """Make this module's signal write the stacks of this process; return the file to read them from.
 
-    "" where the system has no files without a name.
+    Return "" if the system does not support unnamed files.
     """
     if _SIGNAL is None or not hasattr(os, "memfd_create"):
         return ""
@@ -37,7 +37,7 @@ def write_stacks(path: Path) -> None:
 
 
 def read_stacks(pid: int, stacks: str, wait: float = 0.5) -> str:
-    """The stacks of another process of this machine and user, "" where it cannot answer: it is stopped or gone."""
+    """Return the stacks of another process of this machine and user; "" if it is stopped or has ended."""
     if not stacks or _SIGNAL is None or is_stopped(pid) or not _catches(pid):
         return ""
     try:
@@ -77,7 +77,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def start_time(pid: int) -> int:
-    """When the kernel started a process, in its own ticks; 0 where that is not known."""
+    """Return the time at which the kernel started a process, in ticks; 0 if unknown."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
     except (OSError, ValueError, IndexError):
@@ -85,7 +85,7 @@ def start_time(pid: int) -> int:
 
 
 def boot_id() -> str:
-    """Names the running kernel; "" where it has no name."""
+    """Return the id of the running kernel, "" if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -93,7 +93,7 @@ def boot_id() -> str:
 
 
 def end_process(pid: int, started: int) -> None:
-    """Kill a process of this machine, if it is still the one that started then."""
+    """Kill a process of this machine if its start time is ``started``, so that its pid was not reused."""
     if started and start_time(pid) == started:
         with suppress(OSError):
             os.kill(pid, signal.SIGKILL)

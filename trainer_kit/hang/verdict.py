@@ -1,4 +1,4 @@
-"""From what every rank says of itself: which rank hangs, and the message about it."""
+"""Decide from the reports of all ranks which rank hangs, and write the message about it."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from typing import Any, Final, final
 
 __all__ = ["Finding", "Report", "find_culprits", "name_silent", "ranks_named"]
 
-_SHOWN: Final = 12  # lines of a stack in a message
+_SHOWN: Final = 12  # stack lines in a message
 
 
 @final
 @dataclass(kw_only=True)
 class Report:
-    """What a rank says of itself.
+    """The report of a rank about itself.
 
     Attributes:
-        rank: its number.
+        rank: the rank.
         host: its machine.
-        pid: its process.
-        started: when the kernel started that process; with ``boot``, names it for good. 0 where it is not known.
-        boot: the kernel that it runs on.
-        error_file: where its launcher looks for its error.
-        stacks: the file of the machine into which a signal makes it write its stacks; "" for none.
+        pid: its process id.
+        started: the start time of the process, which identifies it together with ``boot`` and ``pid``; 0 if unknown.
+        boot: the id of its running kernel.
+        error_file: the file in which its launcher expects its error.
+        stacks: the local file to which it writes its stacks on a signal; "" for none.
         step: its progress.
-        at: the same in words: ``"step 25"``.
-        phase: what it does.
+        at: its progress in words: ``"step 25"``.
+        phase: its current phase.
         place: the line of user code.
-        call: the exchange that it is in, "" for none.
+        call: the current exchange, "" for none.
         patient: whether this phase may take long.
-        seconds: since its last progress.
-        left: seconds until it counts as hanging.
-        ended: whether it is past the loop.
-        stack: of the main thread, formatted.
+        seconds: the seconds since its last progress.
+        left: the seconds until it counts as hanging.
+        ended: whether it has left the loop.
+        stack: the formatted stack of the main thread.
         groups: see `trainer_kit.hang.flight.issued_calls`.
         last: likewise.
-        reason: what its data loader waits for, or why it does not answer; "" where that is not known.
+        reason: for what its data loader waits, or why it does not answer; "" if unknown.
     """
 
     rank: int
@@ -62,17 +62,17 @@ class Report:
     reason: str = ""
 
     def dumped(self) -> str:
-        """As text for the other ranks."""
+        """Return the report as text for the other ranks."""
         return json.dumps(asdict(self))
 
     @property
     def who(self) -> str:
-        """Rank, host and process."""
+        """Return rank, host and process as text."""
         return f"rank {self.rank} ({self.host}, pid {self.pid})"
 
     @property
     def issued(self) -> tuple[str, str] | None:
-        """Name and amount of the last collective."""
+        """The name and the amount of data of the last collective."""
         if self.last is None:
             return None
         found = next((one for one in self.groups[self.last[0]]["calls"] if one[0] == self.last[1]), None)
@@ -80,7 +80,7 @@ class Report:
 
     @property
     def call_named(self) -> str:
-        """The last collective with its size and number, or the exchange that it is in."""
+        """Return the last collective with its size and number, or the current exchange."""
         if self.issued is None or self.last is None:
             return self.call or "a collective"
         gradients = "backward" in self.call
@@ -91,12 +91,12 @@ class Report:
 @final
 @dataclass(frozen=True)
 class Finding:
-    """Which ranks hang.
+    """The result of a search for ranks that hang.
 
     Attributes:
-        culprits: these; empty where all ranks are in the same exchange.
-        problem: the sentence about them.
-        details: more lines: the stack of the first culprit.
+        culprits: the ranks that hang; empty if all ranks are in the same exchange.
+        problem: a sentence about them.
+        details: further lines: the stack of the first culprit.
         certain: whether waiting longer cannot help.
     """
 
@@ -107,7 +107,7 @@ class Finding:
 
 
 def ranks_named(ranks: list[int]) -> str:
-    """Ranks in words.
+    """Return a list of ranks as text.
 
     Example:
         >>> ranks_named([0, 2]), ranks_named([1])
@@ -118,12 +118,12 @@ def ranks_named(ranks: list[int]) -> str:
 
 
 def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report], size: int) -> Finding:
-    """Decide which rank hangs: never one that only waits for another.
+    """Find the ranks that hang; a rank that only waits for another is never one of them.
 
     Args:
-        answers: of the ranks that answer.
-        last_words: the last sign of life of the others, as far as there is one.
-        size: number of ranks.
+        answers: the reports of the ranks that answer.
+        last_words: the last reports of the other ranks, if there are any.
+        size: the number of ranks.
     """
     silent = [rank for rank in range(size) if rank not in answers]
     if silent:
@@ -139,7 +139,7 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
     blocked = {rank: _waits_for(rank, answers) for rank in answers}
     awaited = {other for others in blocked.values() for other in others}
     behind = sorted(rank for rank in awaited if not blocked[rank])
-    if not behind and awaited:  # every one of them waits for another
+    if not behind and awaited:  # each of them waits for another
         lines = tuple(f"{one.who} is in {one.call_named}, {one.place}" for one in answers.values())
         return Finding(tuple(sorted(awaited)), "ranks wait for each other in different collectives", lines, True)
     busy = behind or [rank for rank, one in answers.items() if not one.call]
@@ -159,7 +159,7 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
 
 
 def name_silent(silent: list[int], answers: Mapping[int, Report], last_words: Mapping[int, Report]) -> Finding:
-    """Ranks that do not answer; arguments as in `find_culprits`."""
+    """Return a finding about ranks that do not answer; the arguments are those of `find_culprits`."""
     first = last_words.get(silent[0], Report(rank=silent[0]))
     host = f" ({first.host}, pid {first.pid})" if first.pid else ""
     known = f": {first.reason}" if first.reason else ""
@@ -185,14 +185,14 @@ def _wait(waiting: list[Report]) -> str:
 
 
 def _stack(one: Report) -> tuple[str, ...]:
-    """Its innermost frames; faulthandler writes them in the other order, after those of other threads."""
+    """Return a rank's innermost frames; faulthandler writes these in reverse order, after other threads."""
     lines = [line for text in one.stack for line in text.rstrip().splitlines()]
     starts = [i for i, line in enumerate(lines) if "most recent call first" in line]
     return tuple(lines[starts[-1] :][: _SHOWN + 1] if starts else lines[-_SHOWN:])
 
 
 def _waits_for(rank: int, answers: Mapping[int, Report]) -> list[int]:
-    """The ranks that have not issued the last collective of ``rank`` yet."""
+    """Return the ranks that have not issued the last collective of ``rank`` yet."""
     mine = answers[rank]
     if mine.last is None:
         return []
@@ -210,7 +210,7 @@ def _reached(one: Report, group: str) -> int:
 
 
 def _mismatch(answers: Mapping[int, Report]) -> Finding | None:
-    """Ranks whose collectives differ at the same number of the same group: the first such number."""
+    """Find ranks whose collectives of one group differ at the same number; the first such number is used."""
     for rank, mine in answers.items():
         if mine.last is None or mine.issued is None:
             continue
@@ -232,7 +232,7 @@ def _mismatch(answers: Mapping[int, Report]) -> Finding | None:
 
 
 def _alike(one: str, other: str) -> bool:
-    """Whether two ranks may issue these together: a gather or scatter has different inputs on its ranks."""
+    """Whether two calls may belong to one collective: a gather or scatter has different inputs on its ranks."""
     name, _, size = one.partition("[")
     same, _, their_size = other.partition("[")
     same_size = size == their_size or name not in ("all_reduce", "all_gather", "allgather", "broadcast", "barrier")

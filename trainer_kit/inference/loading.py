@@ -90,7 +90,7 @@ def load_checkpoint_in_model(
 ) -> None:
     """Load a checkpoint, each tensor directly to its device in the device map.
 
-    Host memory never holds more than one tensor besides those that stay there. Tensors that the map has on disk are not
+    Memory never holds more than one tensor besides those that stay there. Tensors that the map has on disk are not
     loaded: safetensors and our checkpoints are read in place later, without a copy; if a file has changed by then, the
     forward that needs it raises an error. A model on several devices needs `dispatch_model` to run;
     `load_checkpoint_and_dispatch` does both.

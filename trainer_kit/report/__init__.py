@@ -1,7 +1,7 @@
-"""The run report: ``report.html`` in a run's directory, and one page over several runs.
+"""The run report: ``report.html`` in a run's directory, and one page for several runs.
 
-The data are what the directory holds: the journal of logged values, the events of `events.py`, the checkpoints. Python
-collects them; the page, plain HTML and JavaScript under ``page/``, shows them.
+Python collects the data from the directory: the journal of logged values, the events of `events.py`, the checkpoints.
+The page, plain HTML and JavaScript under ``page/``, shows them.
 """
 
 from __future__ import annotations

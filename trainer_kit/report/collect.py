@@ -1,4 +1,4 @@
-"""Reads what a run's directory holds into the data of the page."""
+"""Collect the data of the page from a run's directory."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["JOURNAL", "MOST_POINTS", "RunDirectory", "find_runs", "thinned"]
 
 JOURNAL: Final = "journal.jsonl"
 MOST_POINTS: Final = 200_000
-"""Of one curve; a longer one keeps the lowest and the highest value of each interval."""
+"""The most points of a curve; a longer one keeps the lowest and the highest value of each interval."""
 _FIELDS: Final = ("step", "time", "counts", "hparams")
-_COUNTS: Final = ("samples", "tokens")  # curves are also drawn over them, where the run has counted
-_KINDS: Final = {"hung": "hang", "killed": "killed"}  # marks of ends that are no exceptions
-_AT_ONCE: Final = 1000  # lines between two pauses
+_COUNTS: Final = ("samples", "tokens")  # further x-axes of curves, if the run has counted them
+_KINDS: Final = {"hung": "hang", "killed": "killed"}  # marks of ends without an exception
+_AT_ONCE: Final = 1000  # lines read between two pauses
 _RATES: Final = 400  # points of the curve of steps per second
 
 _Floats = npt.NDArray[np.float64]
@@ -50,7 +50,7 @@ class _Series:
         self.tokens.append(_number(counts.get("tokens")))
 
     def cut(self, step: float) -> None:
-        """Drop what belongs to later steps than ``step``: a restart repeats them."""
+        """Drop the values of steps after ``step``, which a restart repeats."""
         kept = np.array(self.steps) <= step
         if not kept.all():
             for name, values in list(vars(self).items()):
@@ -69,10 +69,10 @@ class _Fit:
 
 @final
 class RunDirectory:
-    """What a run's directory holds. Each `read` continues where the last one ended.
+    """The content of a run's directory. Each `read` continues where the last one ended.
 
     Args:
-        directory: with a ``journal.jsonl``.
+        directory: a directory with a ``journal.jsonl``.
 
     Example:
         >>> import tempfile
@@ -94,10 +94,10 @@ class RunDirectory:
         self._fits = [_Fit("")]
 
     def read(self, pause: Callable[[], Any] = lambda: None) -> None:
-        """Read what was added to the journal and the events since the last call.
+        """Read the lines added to the journal and the events since the last call.
 
         Args:
-            pause: called every thousand lines.
+            pause: called after every thousand lines.
         """
         journal = self.directory / JOURNAL
         if not journal.exists():
@@ -122,7 +122,7 @@ class RunDirectory:
         self._take_events(events, None)
 
     def _take_events(self, events: list[dict[str, Any]], offset: int | None) -> None:
-        """Take the events up to the start that stands later in the journal than ``offset``; None: all."""
+        """Process events up to the first one after ``offset`` in the journal; None: all."""
         while self._seen < len(events):
             event = events[self._seen]
             at, fit = event.get("journal"), self._fits[-1]
@@ -131,7 +131,7 @@ class RunDirectory:
             self._seen += 1
             last = _last(fit.events)
             if event["event"] == "end" and last and last.get("status") == "hung":
-                continue  # the error of a rank that waited for the one that hangs
+                continue  # the error of a rank that waited for the one that hung
             if event["event"] == "start" and last and last["event"] == "start" and _differ(last, event):
                 fit.events.append(_killed(fit))
             if event["event"] == "start" and event.get("stage") == "fit":
@@ -147,7 +147,7 @@ class RunDirectory:
     def _take(self, line: bytes) -> None:
         try:
             record = journal_record(line)
-        except ValueError:  # damaged: the page shows the others
+        except ValueError:  # skip a damaged line
             return
         fit = self._fits[-1]
         if isinstance(record.get("hparams"), dict):
@@ -163,11 +163,11 @@ class RunDirectory:
 
     @property
     def finished(self) -> bool:
-        """Whether no fit is running in it, as far as its events tell."""
+        """Whether no fit is running in the directory, according to its events."""
         return all(_status(_completed(fit)) != "running" for fit in self._fits[-1:])
 
     def described(self) -> list[dict[str, Any]]:
-        """The data of the page, one entry for each fit: plain data, arrays as base64."""
+        """Return the data of the page, one entry per fit: plain data, arrays as base64."""
         several = len(self._fits) > 1
         return [
             self._described(fit, f"{self.directory.resolve().name or self.directory}{f', fit {n}' if several else ''}")
@@ -216,7 +216,7 @@ class RunDirectory:
         return [{**mark, "text": mark["text"].removeprefix(f"{self.directory.resolve()}{os.sep}")} for mark in marks]
 
     def _kept(self, key: str) -> list[dict[str, Any]]:
-        """The checkpoints that exist now: the events name only those that a running fit has announced."""
+        """Return the existing checkpoints: events name only those that a running fit has announced."""
         records = read_records(self.directory / RUN) or []
         places = [place for record in records if record.id == key or not key for place in record.places]
         found = (one for place in dict.fromkeys(places) if not is_url(place) for one in checkpoints(place))
@@ -241,19 +241,19 @@ def _status(events: list[dict[str, Any]]) -> str:
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two events are of different processes; older ones do not name theirs."""
+    """Whether two events are from different processes; older events do not record their process."""
     return one.get("process") is not None and one["process"] != other.get("process")
 
 
 def _completed(fit: _Fit) -> list[dict[str, Any]]:
-    """The events of a fit, with an end where its process has ended without one."""
+    """Return the events of a fit; add an end event if its process has ended without one."""
     last = _last(fit.events)
     gone = last is not None and last["event"] == "start" and has_ended(last.get("process"))
     return [*fit.events, _killed(fit)] if gone else fit.events
 
 
 def _killed(fit: _Fit) -> dict[str, Any]:
-    """The end that a killed process could not record; its time is that of the last sign of life."""
+    """Return the end event that a killed process could not record, with the time of its last record."""
     step = max((max(each.steps) for each in fit.series.values() if each.steps), default=0.0)
     times = [_number(event.get("time")) for event in fit.events]
     times += [each.times[-1] for each in fit.series.values() if each.times]
@@ -263,7 +263,7 @@ def _killed(fit: _Fit) -> dict[str, Any]:
 
 
 def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is drawn into the curves and listed: restarts, evaluations, warnings, lines of the run, exceptions."""
+    """Return the marks on curves and in lists: restarts, evaluations, warnings, notes, exceptions."""
     marks, fits = [], 0
     for event in events:
         kind, step = event["event"], _number(event.get("step"))
@@ -285,9 +285,9 @@ def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _curves(
     series: dict[str, _Series], starts: list[float], begun: float
 ) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Every series as the page reads it, and the axes that they share.
+    """Return every series in the page's format, and the axes that they share.
 
-    An axis has steps, seconds since ``begun``, and samples and tokens where the run has counted them.
+    An axis has steps, seconds since ``begun``, and samples and tokens if the run has counted them.
     """
     curves: list[dict[str, Any]] = []
     packed: list[dict[str, str]] = []
@@ -332,7 +332,7 @@ def _curves(
 
 
 def _counted(fit: _Fit) -> dict[str, tuple[_Floats, _Floats]]:
-    """Steps and counts of the longest series: where marks stand."""
+    """Return the steps and counts of the longest series, which place the marks."""
     longest = max(fit.series.values(), key=lambda each: len(each.steps), default=_Series())
     order = np.argsort(np.array(longest.steps), kind="stable")
     steps, found = np.array(longest.steps)[order], {count: np.array(getattr(longest, count)) for count in _COUNTS}
@@ -342,7 +342,7 @@ def _counted(fit: _Fit) -> dict[str, tuple[_Floats, _Floats]]:
 def _rate(
     steps: _Floats, times: _Floats, starts: Iterable[float]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
-    """Steps per second between the logged values, in at most `_RATES` intervals, and which values end these.
+    """Return steps per second between logged values, in at most `_RATES` intervals, and the values that end these.
 
     No interval spans a restart.
     """
@@ -354,11 +354,11 @@ def _rate(
 
 
 def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
-    """Which values to keep of a long curve: the lowest and the highest of each interval, the first and the last.
+    """Select the values to keep of a long curve: the lowest and highest of each interval, the first and the last.
 
     Args:
-        values: of one series.
-        most: about how many are kept.
+        values: the values of one series.
+        most: the approximate number of values to keep.
 
     Example:
         >>> thinned(np.array([0, 5, 1, 1, 9, 1, 1, 1], np.float32), most=4).tolist()
@@ -385,10 +385,10 @@ def _base64(values: npt.NDArray[Any]) -> str:
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """The run directories that are named, or that lie in the named directories.
+    """Return the paths that are run directories; for every other path the run directories inside it.
 
     Raises:
-        ConfigurationError: there is none at a path.
+        ConfigurationError: there is no run directory in a path.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -402,6 +402,6 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
 
 
 def _in_order(path: Path) -> list[tuple[int, int, str]]:
-    """version_2 before version_10."""
+    """Return a sort key that puts version_2 before version_10."""
     parts = str(path).replace("_", os.sep).split(os.sep)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]

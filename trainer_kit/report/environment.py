@@ -26,7 +26,7 @@ _VARIABLES: Final = (
 
 
 def describe_environment() -> list[tuple[str, Any]]:
-    """Name and value of each fact; secrets in variables are masked.
+    """Return the name and value of each fact; secrets in variables are masked.
 
     Example:
         >>> facts = dict(describe_environment())
@@ -38,7 +38,7 @@ def describe_environment() -> list[tuple[str, Any]]:
 
 @cache
 def _machine() -> tuple[tuple[str, Any], ...]:
-    """What does not change in a process."""
+    """Return the facts that do not change in a process."""
     return (*_installed(), *_hardware())
 
 
@@ -83,7 +83,7 @@ def _variables() -> Iterator[tuple[str, Any]]:
 
 
 def backends(*names: str) -> list[str]:
-    """Those of these backends of ``torch.distributed`` that torch is built with."""
+    """Return those of the given ``torch.distributed`` backends that torch is built with."""
     import torch.distributed as dist
 
     available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}

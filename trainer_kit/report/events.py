@@ -1,4 +1,4 @@
-"""``events.jsonl`` of a run's directory: what happens in a run beside its logged values, a line each."""
+"""Write and read ``events.jsonl`` of a run's directory: the events of a run, one per line."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def append_event(directory: Path, kind: str, step: int, **facts: Any) -> None:
     """Append one event; secrets in it are masked.
 
     Args:
-        directory: of the run; it is made where it is missing.
+        directory: the run's directory; it is created if missing.
         kind: start, end, checkpoint, warning or note.
-        step: completed optimizer steps.
-        facts: whatever else the page shows, as plain data.
+        step: the number of completed optimizer steps.
+        facts: further data for the page, as plain data.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
 
     Example:
         >>> import tempfile
@@ -42,14 +42,14 @@ def append_event(directory: Path, kind: str, step: int, **facts: Any) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     file = os.open(directory / EVENTS, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
-        # The first newline ends a line that a full disk or a lost machine has torn.
+        # The first newline ends a line that a full disk or a crash left incomplete.
         os.write(file, f"\n{json.dumps(record)}\n".encode())
     finally:
         os.close(file)
 
 
 def read_events(directory: Path) -> list[dict[str, Any]]:
-    """The events of a run in the order they were written; none where there is no file. Torn lines are left out."""
+    """Return the events of a run in written order; none without a file. Incomplete lines are skipped."""
     events: list[dict[str, Any]] = []
     with suppress(OSError):
         for line in (directory / EVENTS).read_bytes().split(b"\n"):
@@ -61,12 +61,12 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
 
 
 def this_process() -> list[Any]:
-    """Names this process for `has_ended`."""
+    """Return an identifier of this process for `has_ended`."""
     return [socket.gethostname(), boot_id(), os.getpid(), start_time(os.getpid())]
 
 
 def has_ended(process: Any) -> bool:
-    """Whether a process of `this_process` has ended, as far as this machine can tell.
+    """Whether a process identified by `this_process` has ended, as far as this machine can tell.
 
     Example:
         >>> has_ended(this_process())

@@ -1,4 +1,4 @@
-"""Makes one HTML file of the data of runs: no other file, no network, nothing of the data read as HTML."""
+"""Render the data of runs as one HTML file, which needs no other file or network and reads no data as HTML."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def _sha256(script: str) -> str:
 
 
 def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
-    """The page.
+    """Return the page as HTML.
 
-    A content security policy allows the two scripts of the page by their checksums and no request.
+    A content security policy allows only the page's two scripts, by their checksums, and no requests.
 
     Args:
-        runs: of `RunDirectory.described`.
-        refresh: seconds after which a browser loads the page again; 0: never.
+        runs: data from `RunDirectory.described`.
+        refresh: seconds after which a browser reloads the page; 0: never.
 
     Example:
         >>> page = render([{"name": "</script><b>", "series": []}])
@@ -46,7 +46,7 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
         False
     """
     data = json.dumps({"written": time.time(), "refresh": refresh, "runs": list(runs)}, allow_nan=False)
-    # The data are a JSON text in a script element, which only `<` could end.
+    # The data are JSON in a script element, which only `<` could end.
     scripts = [_part("vendor/uPlot.iife.min.js"), _part("page/page.js")]
     parts = {
         "TITLE": html.escape(" · ".join(str(run.get("title") or run["name"]) for run in runs[:3])),
@@ -57,17 +57,17 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
         "SCRIPT": scripts[1],
         "DATA": data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
     }
-    pieces = _part("page/page.html").split("%%")  # text and names by turns
+    pieces = _part("page/page.html").split("%%")  # text and names alternate
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
 def write_report(path: str | os.PathLike[str], runs: Sequence[RunDirectory], refresh: int = 0) -> Path:
-    """Write the page of these runs, for its owner alone: it holds configuration.
+    """Write the page of these runs, readable only by its owner, because it contains the configuration.
 
     Args:
-        path: of the file.
-        runs: as they were last read.
-        refresh: as in `render`.
+        path: the file.
+        runs: the runs, in the state of their last `read`.
+        refresh: as for `render`.
 
     Raises:
         OSError: it cannot be written.

@@ -1,4 +1,4 @@
-"""`RunReport`: records the events of a run, and writes its ``report.html`` while it runs and when it ends."""
+"""`RunReport`: record the events of a run, and write its ``report.html`` during the run and at its end."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from trainer_kit.report.page import REPORT, write_report
 __all__ = ["RunReport"]
 
 _FIRST = 30.0  # seconds until the first page of a fit
-_EVERY: Final = 120.0  # and between two
-_SHARE: Final = 0.02  # of the time, at most, goes into pages
-_MOST_LINES: Final = 1000  # of warnings and notes of one fit
-_LONGEST: Final = 20_000  # characters of a traceback
+_EVERY: Final = 120.0  # seconds between two pages
+_SHARE: Final = 0.02  # the largest share of time for writing pages
+_MOST_LINES: Final = 1000  # the most warnings and notes of one fit
+_LONGEST: Final = 20_000  # the most characters of a traceback
 
 
 @final
 class RunReport:
     """Writes ``events.jsonl`` and ``report.html`` into the directory of a run.
 
-    The page is written at the end, also by an exception or a hang; of a fit every two minutes too, by a thread that
-    pauses between a thousand lines of the journal. No error of it ends a run: it is printed once.
+    The page is written at the end, also after an exception or a hang; during a fit a thread writes it every two
+    minutes, and pauses after every thousand lines of the journal. An error of the report is printed once, and does not
+    end the run.
 
     Args:
-        directory: of the run.
-        step: returns the completed steps.
+        directory: the run's directory.
+        step: returns the number of completed steps.
         say: prints a line.
     """
 
@@ -54,17 +55,17 @@ class RunReport:
 
     @property
     def directory(self) -> Path:
-        """Of the run."""
+        """The run's directory."""
         return self._run.directory
 
     def begin(self, stage: str, facts: Mapping[str, Any], size: int, step: int | None = None) -> None:
-        """Record the start.
+        """Record the start of a stage.
 
         Args:
             stage: fit, validate or test.
-            facts: title and, of a fit, the run's key, configuration and what it explains.
-            size: number of processes.
-            step: completed steps; None: as counted.
+            facts: the title and, for a fit, the run's key, configuration and ``explain`` text.
+            size: the number of processes.
+            step: the number of completed steps; None: the current count.
         """
         self._stage = stage
         try:
@@ -72,7 +73,7 @@ class RunReport:
             self._append("start", step, stage=stage, process=this_process(), **found)
         except Exception as error:
             self._failed(error)
-        # Python documents that showwarning may be replaced; the one before still shows each warning.
+        # Python documents that showwarning may be replaced; the previous function still shows each warning.
         self._outer_show, warnings.showwarning = warnings.showwarning, self._show_warning
         if stage == "fit":
             self._thread = threading.Thread(target=self._write_now_and_then, name="trainer_kit report", daemon=True)
@@ -82,7 +83,7 @@ class RunReport:
         """Record a line about the run.
 
         Args:
-            kind: note, warning, or checkpoint, whose text is a path.
+            kind: note, warning, or checkpoint with a path as its text.
             text: the line.
         """
         self._lines += 1
@@ -95,12 +96,12 @@ class RunReport:
             self._failed(error)
 
     def end(self, status: str, error: BaseException | None = None, seconds: float = 60.0) -> None:
-        """Record the end, and write the last page.
+        """Record the end of a stage, and write the last page.
 
         Args:
             status: finished, interrupted or failed.
-            error: that ended the run.
-            seconds: in which the journal must be read.
+            error: the error that ended the run.
+            seconds: the time limit for reading the journal.
         """
         if warnings.showwarning == self._show_warning:
             warnings.showwarning = self._outer_show
@@ -112,11 +113,11 @@ class RunReport:
             self._say(f"{self.directory / REPORT} could not be written: {self._problem}")
 
     def end_by_hang(self, text: str, stacks: str) -> None:
-        """Record that the watchdog ends the run, and write the last page; called by its thread, on any rank.
+        """Record that the watchdog ends the run, and write the last page; its thread calls this, on any rank.
 
         Args:
-            text: what the watchdog prints.
-            stacks: their directory, or "".
+            text: the text that the watchdog prints.
+            stacks: the directory of the stacks, or "".
         """
         found = {"headline": text.partition("\n")[0], "text": text}
         if stacks:
@@ -139,7 +140,7 @@ class RunReport:
         self._outer_show(message, category, *rest, **options)
 
     def _write_now_and_then(self) -> None:
-        """The thread: training never waits for it, and it takes at most a small share of the interpreter."""
+        """Write pages in the thread: training never waits for it, and it uses a small share of interpreter time."""
         run, wait = self._run, _FIRST
         while not self._stop.wait(wait):
             began = time.thread_time()
@@ -168,7 +169,7 @@ def _facts(directory: Path, size: int) -> dict[str, Any]:
 
 
 def _limit(seconds: float) -> Callable[[], None]:
-    """A process that was asked to leave does not stay for a long journal."""
+    """Return a function that raises TimeoutError after ``seconds``, so that a long journal does not delay the exit."""
     deadline = time.monotonic() + seconds
 
     def check() -> None:

@@ -19,7 +19,7 @@ __all__ = ["TrainerReport"]
 
 @final
 class TrainerReport:
-    """Inside, an entry point of a Trainer has a `RunReport`, written by rank 0, if it has a logger.
+    """Write a `RunReport` of an entry point in this context, on rank 0, if the Trainer has a logger.
 
     Args:
         trainer: that runs the entry point in the ``with`` block.
@@ -86,7 +86,7 @@ class TrainerReport:
 
 
 def _configuration(trainer: Session, module: Any) -> list[list[Any]]:
-    """Section, name, value and origin of each value; what the user gave comes first."""
+    """Return section, name, value and origin of each value; values from the user come first."""
     parameters = inspect.signature(type(trainer).__init__).parameters.values()
     defaults = plain_arguments({each.name: each.default for each in parameters if each.default is not each.empty})
     rows: list[list[Any]] = []
