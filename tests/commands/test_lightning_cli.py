@@ -67,6 +67,34 @@ class Trained(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def test_values_from_the_environment(monkeypatch):
+    Path("file.yaml").write_text("model: {width: 5, batch_size: 6}\ntrainer: {max_epochs: 7}\n", encoding="utf-8")
+    monkeypatch.setenv("PL_CONFIG", "file.yaml")
+    monkeypatch.setenv("PL_MODEL__WIDTH", "8")
+
+    def made(words, **options):
+        cli = LightningCLI(Trained, Data, run=False, args=words, trainer_defaults=QUIET, parser_kwargs=options)
+        return cli.model.hparams.width, cli.model.hparams.batch_size, cli.trainer.max_epochs
+
+    assert made(["--trainer.max_epochs=9"], default_env=True) == (8, 6, 9)
+    assert made(["--trainer.max_epochs=9"]) == (4, 0, 9)
+    monkeypatch.setenv("APP_MODEL__WIDTH", "3")
+    assert made(["--trainer.max_epochs=9"], default_env=True, env_prefix="APP") == (3, 0, 9)
+
+
+@pytest.mark.parametrize("prefix", ["PL_FIT__", "PL_VALIDATE__"])
+def test_values_of_a_command_from_the_environment(prefix, monkeypatch):
+    class Recording(tk.Trainer):
+        def fit(self, model, **given):
+            seen.append((model.hparams.width, self.max_epochs))
+
+    seen = []
+    monkeypatch.setenv(f"{prefix}MODEL__WIDTH", "8")
+    monkeypatch.setenv(f"{prefix}TRAINER__MAX_EPOCHS", "6")
+    LightningCLI(Trained, Data, trainer_class=Recording, args=["fit"], parser_kwargs={"default_env": True})
+    assert seen == [(8, 6) if prefix == "PL_FIT__" else (4, tk.Trainer().max_epochs)]
+
+
 def plain(seed=0, epochs=2, rate=0.1, decay=1.0, batch_size=4):
     """The weights after a loop by hand."""
     tk.seed_everything(seed)

@@ -31,8 +31,8 @@ ArgsType: TypeAlias = list[str] | dict[str, Any] | jsonargparse.Namespace | None
 class LightningArgumentParser(jsonargparse.ArgumentParser):
     """The parser that `LightningCLI.add_arguments_to_parser` receives."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, env_prefix: str | bool = "PL", **kwargs: Any) -> None:
+        super().__init__(*args, env_prefix=env_prefix, **kwargs)
         self.callback_keys: list[str] = []
         self.chosen: dict[type[Any], dict[str, tuple[Any, str]]] = {Optimizer: {}, LRScheduler: {}}
 
