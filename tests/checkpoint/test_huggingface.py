@@ -135,6 +135,14 @@ def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, in
         read_weights(tmp_path / "dcp")
 
 
+def test_lists_in_the_metadata_of_a_distributed_checkpoint_are_not_made_texts(tmp_path):
+    # Each list holds the one before it twice: 12 of them have a text of 40 kB, 40 of them one of 10 TB.
+    doubled = b"".join(b"q%c0](h%ch%ce" % (index, index, index) for index in range(12))
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch.serialization\n_get_layout\n]" + doubled + b"\x85R.")
+    with pytest.raises(CheckpointError, match="a list is no text and no number"):
+        read_weights(tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.filterwarnings("ignore")

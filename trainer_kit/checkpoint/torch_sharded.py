@@ -29,10 +29,19 @@ _RECORDS: Final = {
         *("TensorProperties", "TensorStorageMetadata"),
     },
 }
+
+
+def _word(value: Any) -> Any:
+    """A text or number as it is: the text of a nested list can be longer than the memory."""
+    if not isinstance(value, (str, int)):
+        raise TypeError(f"a {type(value).__name__} is no text and no number")
+    return value
+
+
 _VALUES: Final[Mapping[tuple[str, str], Any]] = {
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): int,
+    ("torch.serialization", "_get_layout"): _word,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _word,
     ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
     ("pathlib", "WindowsPath"): lambda *parts: "/".join(parts),
 }
