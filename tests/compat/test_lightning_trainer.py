@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import trainer_kit as tk
-from trainer_kit.core.states import RunningStage, TrainerFn, TrainerStatus
+from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer_kit.testing import TinyModule
 
 QUIET = {
@@ -117,6 +117,31 @@ def test_sigterm_is_seen_by_hooks():
     with pytest.raises(SystemExit, match="143"):
         trainer.fit(TinyModule(), DATA)
     assert seen == [True]
+    assert trainer.interrupted
+
+
+def test_a_refused_inner_fit_does_not_interrupt_the_outer_one():
+    seen = []
+
+    class Nests(tk.Callback):
+        def on_train_start(self, trainer, module):
+            with pytest.raises(tk.ConfigurationError, match="fit inside fit"):
+                trainer.fit(module, DATA)
+            seen.append(trainer.status)
+
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[Nests()])
+    trainer.fit(TinyModule(), DATA)
+    assert (seen, trainer.status) == ([TrainerStatus.RUNNING], TrainerStatus.FINISHED)
+
+
+def test_an_error_of_a_teardown_counts_as_an_interruption():
+    class Fails(tk.Callback):
+        def teardown(self, trainer, module, stage):
+            raise ArithmeticError
+
+    trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[Fails()])
+    with pytest.raises(ArithmeticError):
+        trainer.fit(TinyModule(), DATA)
     assert trainer.interrupted
 
 
@@ -446,6 +471,10 @@ def test_two_spawned_processes_reduce():
     trainer.fit(module, DATA[:2])
     assert module.seen.tolist() == [0.5, 3.0, 2.0]
     assert trainer.device_ids == [0, 1]
+    assert trainer.state == TrainerState(TrainerStatus.FINISHED, TrainerFn.FITTING, None)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, DATA[:2])
+    assert (trainer.global_step, trainer.continues) == (2, False)  # the next fit is one of its own
 
 
 class Reloads(Validates):

@@ -321,9 +321,9 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
     """Between two epochs, call the hooks that make the loaders again; training loaders that were passed stay."""
     if not passed:
         _reload_training(trainer, run, datamodule)
-    made = None if run.validation is None else _validation(trainer, run.module, datamodule, val_loaders, run.bus)
-    if run.validation is not None and made is not None:
-        run.validation.feeds, run.validation.limits = made.feeds, made.limits
+    now = run.validation
+    if now is not None and (made := _validation(trainer, run.module, datamodule, val_loaders, run.bus)) is not None:
+        now.feeds, now.limits = made.feeds, made.limits
         trainer.num_val_batches = [float("inf") if one is None else one for one in made.limits]
 
 

@@ -116,6 +116,8 @@ class EntryPoint:
         self._switch_back: Callable[[BaseException | None], None]
 
     def __enter__(self) -> EntryPoint:
+        if running := self.trainer.state_verb:
+            raise ConfigurationError(f"{self.stage} inside {running}", fix="wait for the first to return")
         try:
             self._set_up()
         except BaseException:
@@ -131,12 +133,14 @@ class EntryPoint:
             self.trainer.status = TrainerStatus.INTERRUPTED
             if ran_out_of_memory(error):
                 add_note(error, _note_memory(self.trainer, self.stage))
-        self.unwinding.__exit__(kind, error, traceback)
+        try:
+            self.unwinding.__exit__(kind, error, traceback)
+        except BaseException:  # of a teardown
+            self.trainer.status = TrainerStatus.INTERRUPTED
+            raise
 
     def _set_up(self) -> None:
         trainer, module, stage = self.trainer, self.module, self.stage
-        if trainer.state_verb:
-            raise ConfigurationError(f"{stage} inside {trainer.state_verb}", fix="wait for the first to return")
         if trainer.environment.launched:
             report_errors(where=lambda: f"step {trainer.progress.step}")
         trainer.strategy.start()
@@ -597,11 +601,14 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
             "result": result,
             "weights": move_to_device(dict(module.state_dict()), "cpu"),  # sync point: at the end
             "progress": trainer.progress.state_dict(),
+            "restored_from": trainer.restored_from,
             "metrics": (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
             "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
         }
 
+    trainer.status, trainer.last_verb = TrainerStatus.INTERRUPTED, stage  # unless the next line returns
     made = on_processes(trainer, on_rank)
+    trainer.status, trainer.restored_from = TrainerStatus.FINISHED, made["restored_from"]
     if stage == "fit":
         count_fit()
         trainer.continues = False

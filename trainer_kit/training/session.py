@@ -608,11 +608,7 @@ class Session:
             raise ConfigurationError("loggers cannot change while an entry point runs", found=self.state_verb)
         for one in loggers:
             if isinstance(one, type) or not isinstance(one, Logger):
-                raise ConfigurationError(
-                    "this is no logger",
-                    found=f"trainer.loggers = [{one!r}]",
-                    fix="set an object with log_metrics(metrics, step); only the Trainer's argument takes words",
-                )
+                raise ConfigurationError("this is no logger", found=repr(one), fix="set an object with log_metrics")
         self.files.replace_loggers([] if self.settings.fast else loggers)  # fast_dev_run writes nothing
 
     @property
