@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+import trainer_kit
 from tests.callbacks.fits import each, fit
 from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import (
@@ -22,6 +23,7 @@ from trainer_kit.callbacks import (
 )
 from trainer_kit.checkpoint.store import lookup, read_index
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.signatures import check_overrides
 from trainer_kit.loggers import CSVLogger, TensorBoardLogger
 from trainer_kit.loggers.layout import DirectoryLogger
 from trainer_kit.strategies import DDPStrategy, FSDPStrategy, Strategy
@@ -224,3 +226,24 @@ def test_names_of_the_users_own_are_free():
         _mine = 4
 
     assert More("kept").helper() == 4
+
+
+@pytest.mark.parametrize("room", [trainer_kit.callbacks, trainer_kit.strategies, trainer_kit.loggers])
+def test_a_subclass_that_overrides_nothing_private_is_taken(room):
+    """Also of abstract classes, which Python gives private attributes of its own."""
+    roots = (Callback, Strategy, DirectoryLogger)
+    bases = [getattr(room, name) for name in room.__all__]
+    bases = [base for base in bases if isinstance(base, type) and issubclass(base, roots)]
+    assert len(bases) > 2
+    for base in bases:
+        mine = type("Mine", (base,), {"extra": 3, "__doc__": "mine"})
+        for root in roots:
+            check_overrides(mine, root)
+
+
+def test_a_strategy_of_the_users_own_trains():
+    class Mine(DDPStrategy):
+        def describe(self):
+            return "mine"
+
+    Trainer(strategy=Mine(), accelerator="cpu")

@@ -439,7 +439,7 @@ def test_a_wrong_call_leaves_with_2_and_help_with_0(script):
     assert "Example" not in listed.stdout
     assert helped.returncode == 0
     assert "--trainer.max_epochs" in helped.stdout
-    assert "default 1000 where no other limit is given" in " ".join(helped.stdout.split())
+    assert "default 1000 if there is no other limit" in " ".join(helped.stdout.split())
     assert "--model.lr" in helped.stdout
 
 

@@ -157,7 +157,7 @@ def check_overrides(cls: type, root: type) -> None:
     for user, name in ((base, name) for base in bases if base not in shipped for name in vars(base)):
         if name in refused:
             problem, found = "would never be called", "does not call it"
-        elif name.startswith("_") and not name.startswith("__") and any(name in vars(base) for base in shipped):
+        elif name[0] == "_" and not name.startswith(("__", "_abc")) and any(name in vars(base) for base in shipped):
             problem, found = "replaces a private name", "may change it"
         else:
             continue
