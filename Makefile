@@ -67,7 +67,7 @@ TRACKERS := .venv-trackers/bin/python
 	$(TRACKERS) -m pip install --no-deps -r tests/loggers/trackers.txt
 	@touch $@
 
-# ClearML is in .venv, where `make test` runs its part.
+# ClearML is in .venv: CLEARML_TESTS=1 make test-all runs its part.
 test-trackers: .venv-trackers/.stamp
 	$(TRACKERS) -m pytest tests/loggers/test_trackers.py -k "not clearml"
 
