@@ -83,7 +83,7 @@ def test_through_the_links(checkout, tmp_path):
 
 
 @pytest.mark.slow
-def test_where_git_wrote_the_links_as_text_files(checkout, tmp_path):
+def test_imports_work_with_links_checked_out_as_text_files(checkout, tmp_path):
     plain = tmp_path / "plain"
     shutil.copytree(checkout, plain, symlinks=True)
     for room in ROOMS:

@@ -322,7 +322,7 @@ def test_a_global_batch_is_divided_over_the_window():
 
 
 @pytest.mark.parametrize("weighting", [True, False])
-def test_weighting_decides_what_a_ragged_window_averages(weighting):
+def test_weighting_decides_the_mean_of_a_ragged_window(weighting):
     """Samples 0 1 and 2: the mean over samples, or the mean of the two batches' means."""
 
     class Mean(Net):
@@ -475,12 +475,12 @@ def test_batches_that_are_tuples_and_dicts():
 
 
 @pytest.mark.parametrize("wrong", [5, torch.ones(4, 2), Samples(), lambda: loader()])
-def test_what_is_no_loader_is_refused(wrong):
+def test_an_object_that_is_not_a_loader_is_refused(wrong):
     with pytest.raises(DataError, match="not a loader"):
         fit(train=wrong)
 
 
-def test_without_data_there_is_an_error_that_says_where_it_may_come_from():
+def test_missing_data_is_an_error_that_names_its_possible_sources():
     with pytest.raises(DataError, match=r"(?s)nothing to train on.*train_dataloader"):
         make(max_epochs=1).fit(Net())
     with pytest.raises(DataError, match=r"(?s)nothing to test on.*test_dataloader"):
@@ -730,7 +730,7 @@ def test_precision_by_word_and_by_plugin():
 # -- files ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_fast_run_writes_nothing_whatever_it_is_given(tmp_path, monkeypatch, capsys):
+def test_a_fast_run_never_writes_files(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
 
     class Asks(Callback):
@@ -798,7 +798,7 @@ def test_bare_bones_with_flesh_is_refused(name):
         Trainer(accelerator="cpu", barebones=True, **{name: True})
 
 
-def test_callbacks_stand_for_arguments():
+def test_default_callbacks_give_way_to_the_users_callbacks():
     trainer = Trainer(accelerator="cpu", logger=False, max_time="00:00:01:00")
     kinds = [type(callback).__name__ for callback in trainer.callbacks]
     assert sorted(kinds) == ["ModelCheckpoint", "ModelSummary", "TQDMProgressBar", "Timer"]
@@ -807,7 +807,7 @@ def test_callbacks_stand_for_arguments():
     assert trainer.checkpoint_callbacks == [own]
 
 
-def test_a_checkpoint_resumes_where_it_was_taken(tmp_path):
+def test_a_resumed_run_continues_at_the_step_of_its_checkpoint(tmp_path):
     """The second half from the checkpoint equals the second half of the whole."""
 
     def module():
@@ -936,7 +936,7 @@ def test_a_new_trainer_finds_the_last_checkpoint_below_its_root(trained, tmp_pat
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["one directory", "two directories"])
-def test_last_is_what_a_run_can_go_on_from_where_weights_are_kept_beside_it(tmp_path, apart):
+def test_last_ignores_checkpoints_with_only_weights(tmp_path, apart):
     """Weights of the same step, and here of a later one, are no run."""
 
     def keepers():
@@ -955,7 +955,7 @@ def test_last_is_what_a_run_can_go_on_from_where_weights_are_kept_beside_it(tmp_
     assert (steps, trainer.global_step) == ([4], 7)
 
 
-def test_last_says_so_where_there_are_weights_alone(tmp_path):
+def test_last_is_refused_where_only_weights_exist(tmp_path):
     def fit(steps, **options):
         keeper = ModelCheckpoint(dirpath=tmp_path / "a", every_n_train_steps=1, save_weights_only=True)
         make(max_steps=steps, callbacks=[keeper], default_root_dir=tmp_path).fit(Net(), loader(4), **options)
@@ -1024,7 +1024,7 @@ def test_hyperparameters_that_cannot_be_stored_are_named_once_and_asked_for(tmp_
 # -- evaluation ----------------------------------------------------------------------------------------------------
 
 
-def test_validate_and_test_return_what_was_logged_one_dict_for_each_loader(capsys):
+def test_validate_and_test_return_one_dict_of_logged_values_for_each_loader(capsys):
     trainer = make()
     one = trainer.validate(Net(), loader(4))
     assert [sorted(part) for part in one] == [["val_loss"]]
@@ -1302,7 +1302,7 @@ def test_two_precisions_are_refused():
         make(precision="64-true", plugins=[make_precision("64-true", "cpu")])
 
 
-def test_a_plain_module_is_refused_with_what_to_do():
+def test_a_plain_module_is_refused_with_a_fix():
     with pytest.raises(ConfigurationError, match=r"(?s)no TrainModule.*Linear.*subclass"):
         make().fit(nn.Linear(2, 1), loader())
 

@@ -90,7 +90,7 @@ def test_a_mapping_of_callbacks_is_refused_with_the_way_out():
 
 
 @pytest.mark.parametrize("length", ["00:00:00:02", {"seconds": 2}, timedelta(seconds=2), "2s"], ids=str)
-def test_time_in_every_form_wherever_a_duration_goes(length, tmp_path):
+def test_every_duration_argument_takes_time_in_every_form(length, tmp_path):
     class Validates(TinyModule):
         validated = 0
 
@@ -129,7 +129,7 @@ def test_time_that_cannot_be_read(wrong):
         tk.Trainer(val_check_interval=wrong)
 
 
-def test_a_timer_beside_max_time(tmp_path):
+def test_a_users_timer_and_max_time_keep_their_own_limits(tmp_path):
     def train(max_time, own, epochs, ckpt_path=None):
         trainer = tk.Trainer(
             max_epochs=epochs, max_time=max_time, callbacks=[own], default_root_dir=tmp_path, **{**OFF, "logger": "csv"}
@@ -284,7 +284,7 @@ def test_a_misspelt_argument():
         ({"max_epochs": "three"}, None),
     ],
 )
-def test_a_string_where_a_number_is_meant(arguments, fix):
+def test_a_string_in_place_of_a_number_is_refused(arguments, fix):
     with pytest.raises(ConfigurationError, match="is a whole number") as error:
         tk.Trainer(**arguments)
     assert error.value.fix == fix

@@ -470,7 +470,7 @@ def test_registered_objects_are_saved_or_refused(tmp_path):
         other.load_state(tmp_path / "state")
 
 
-def test_hooks_of_saving_take_out_and_write_beside(tmp_path):
+def test_save_hooks_can_replace_weights_and_add_files(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(net())
     called = []
@@ -496,7 +496,7 @@ def test_hooks_of_saving_take_out_and_write_beside(tmp_path):
     handle.remove()
 
 
-def test_a_url_is_refused_in_words():
+def test_a_url_is_refused_with_an_explanation():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(net())
     for call in (accelerator.save_state, accelerator.load_state):
@@ -695,7 +695,7 @@ def test_wrong_arguments_are_refused():
 
 
 @pytest.mark.world_size(2)
-def test_local_sgd_leaves_integers_as_they_are():
+def test_local_sgd_does_not_change_integer_parameters():
     """An integer parameter, such as a quantized weight, has no mean."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)

@@ -310,7 +310,7 @@ def check_schedules_of_the_json() -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
-def test_one_process_and_what_is_refused() -> None:
+def test_one_process_trains_and_unsupported_options_are_refused() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # nobody launched this process
     stand_ins()

@@ -94,7 +94,7 @@ def test_gradients_that_are_not_finite_or_clipped_in_two_ways():
     assert fabric.clip_gradients(model, optimizer, clip_val=1.0) is None
 
 
-def test_precision_and_where_layers_are_built():
+def test_precision_sets_the_dtype_and_device_of_new_layers():
     fabric = Fabric(accelerator="cpu", precision="bf16-true")
     with fabric.init_module():
         layer = nn.Linear(3, 1)
@@ -196,7 +196,7 @@ def test_one_process():
         ({"accelerator": "bogus"}, "no such device"),
     ],
 )
-def test_what_is_refused(options, match):
+def test_unsupported_options_are_refused(options, match):
     with pytest.raises(tk.ConfigurationError, match=match):
         Fabric(**{"accelerator": "cpu", **options})
 
@@ -206,7 +206,7 @@ def test_numbers_of_devices(devices):
     assert Fabric(accelerator="cpu", devices=devices).world_size == 1
 
 
-def test_a_filter_for_what_is_not_saved(tmp_path):
+def test_save_takes_a_filter(tmp_path):
     fabric = Fabric(accelerator="cpu")
     with pytest.raises(tk.ConfigurationError, match=r"(?s)filter= names \['modle'\].*'model'"):
         fabric.save(tmp_path / "some", {"model": net()}, filter={"modle": lambda name, value: False})

@@ -177,7 +177,7 @@ def test_two_readers_at_once_get_an_epoch_each():
     assert [ids(b) for _, b in both] == expected[1]
 
 
-def test_length_epoch_and_what_belongs_to_the_users_loader():
+def test_a_prepared_loader_forwards_the_attributes_of_the_users_loader():
     accelerator, data = make("shuffled")
     assert len(data) == 6
     assert data.dataset is DATA
@@ -220,7 +220,7 @@ def test_even_batches_may_be_set_later():
 
 
 @pytest.mark.world_size(2)
-def test_metrics_are_exact_for_whatever_is_gathered():
+def test_metrics_are_exact_for_every_gathered_structure():
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21)), batch_size=4))
@@ -239,7 +239,7 @@ def test_metrics_are_exact_for_whatever_is_gathered():
 
 
 @pytest.mark.world_size(2)
-def test_metrics_are_exact_where_nothing_is_repeated():
+def test_metrics_are_exact_without_repeated_samples():
     config = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(19)), batch_size=4))

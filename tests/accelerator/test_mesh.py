@@ -236,7 +236,7 @@ def test_four_processes(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.world_size(4, timeout=240)
-def test_two_copies_or_parts_of_what_is_divided_again() -> None:
+def test_replicas_combined_with_another_axis_train_alike() -> None:
     for sizes in (
         {"dp_replicate": 2, "dp_shard": 2},
         {"dp_shard": 2, "cp": 2},

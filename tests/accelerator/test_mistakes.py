@@ -34,7 +34,7 @@ def sgd(model):
     ("options", "harm"),
     [({"gradient_accumulation_steps": 2}, "2 micro-batches make a step"), ({"mixed_precision": "fp16"}, "scaled")],
 )
-def test_an_optimizer_that_is_not_prepared(options, harm):
+def test_an_unprepared_optimizer_is_reported(options, harm):
     accelerator = Accelerator(cpu=True, **options)
     model = nn.Linear(3, 1)
     optimizer = sgd(model)
@@ -49,7 +49,7 @@ def test_an_optimizer_that_is_not_prepared(options, harm):
     assert not _global_optimizer_pre_hooks
 
 
-def test_an_accelerator_that_is_gone_looks_at_nothing():
+def test_a_deleted_accelerator_checks_nothing():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = accelerator.prepare(nn.Linear(3, 1))
     accelerator.backward(model(X).mean())
@@ -75,7 +75,7 @@ def test_a_collector_that_runs_inside_a_step_does_not_disturb_it():
     assert len(_global_optimizer_pre_hooks) == 1
 
 
-def test_an_optimizer_that_is_not_prepared_beside_one_that_is():
+def test_an_unprepared_optimizer_next_to_a_prepared_one_is_reported():
     """Its step comes when the first window ends; steps of models that are not prepared are nobody's business."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     one, two, other = nn.Linear(3, 1), nn.Linear(3, 1), nn.Linear(3, 1)
@@ -157,7 +157,7 @@ def test_a_batch_on_another_device():
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_no_look_is_left_after_the_first_steps(steps):
+def test_no_check_remains_after_the_first_steps(steps):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(model, sgd(model))
@@ -172,7 +172,7 @@ def test_no_look_is_left_after_the_first_steps(steps):
 
 
 @pytest.mark.world_size(2)
-def test_an_optimizer_whose_model_is_not_prepared():
+def test_an_optimizer_of_an_unprepared_model_is_reported():
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 1)
     optimizer = accelerator.prepare(sgd(model))
@@ -183,7 +183,7 @@ def test_an_optimizer_whose_model_is_not_prepared():
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("kind", ["same", "own", "prepared"])
-def test_a_loader_that_is_not_prepared(kind):
+def test_an_unprepared_loader_is_reported(kind):
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(model, sgd(model))
@@ -203,7 +203,7 @@ def test_a_loader_that_is_not_prepared(kind):
 
 
 @pytest.mark.world_size(2)
-def test_debug_mode_names_who_calls_something_else():
+def test_debug_mode_names_the_rank_that_calls_another_collective():
     accelerator = Accelerator(cpu=True, debug=True)
     value = torch.ones(2)
     with pytest.raises(RankError, match="do not make the same call") as problem:
@@ -220,7 +220,7 @@ def test_debug_mode_names_who_calls_something_else():
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_debug_mode_names_who_does_not_come(monkeypatch):
+def test_debug_mode_names_the_missing_rank(monkeypatch):
     """A collective under ``if accelerator.is_main_process``."""
     monkeypatch.setenv("TRAINER_KIT_DEBUG_TIMEOUT", "0.5")
     accelerator = Accelerator(cpu=True, debug=True)
@@ -237,7 +237,7 @@ def test_debug_mode_names_who_does_not_come(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_a_long_wait_prints_where_each_rank_is(monkeypatch):
+def test_a_long_wait_prints_the_position_of_each_rank(monkeypatch):
     """The same without debug mode."""
     monkeypatch.setenv("TRAINER_KIT_PATIENCE", "0.4")
     accelerator = Accelerator(cpu=True)
@@ -275,7 +275,7 @@ def test_an_error_in_a_hook_is_not_taken_for_a_process_that_is_missing(tmp_path)
 
 
 @pytest.mark.world_size(2)
-def test_debug_mode_says_what_each_process_has():
+def test_debug_mode_reports_the_shapes_of_each_process():
     accelerator = Accelerator(cpu=True, debug=True, gradient_accumulation_steps=3, mixed_precision="bf16")
     model = nn.Linear(3, 1)
     printed = io.StringIO()

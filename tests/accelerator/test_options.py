@@ -70,12 +70,12 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (tk.DeepSpeedPlugin, {"transformer_moe_cls_names": ["Block"]}, r"with commas.*\['Block'\]"),
     ],
 )
-def test_a_record_refuses_what_it_does_not_take(record, options, words):
+def test_a_record_refuses_invalid_values(record, options, words):
     with pytest.raises(ConfigurationError, match=f"(?s){words}"):
         record(**options)
 
 
-def test_records_take_what_means_the_same(tmp_path):
+def test_records_accept_equivalent_values(tmp_path):
     assert InitProcessGroupKwargs(timeout=timedelta(minutes=5)).timeout == timedelta(minutes=5)
     assert GradScalerKwargs(init_scale=1024, growth_interval=np.int64(10)).init_scale == 1024
     assert ProjectConfiguration(Path(tmp_path), total_limit=1).project_dir == tmp_path
@@ -113,7 +113,7 @@ def test_a_field_that_was_set_later_is_looked_at_too():
         ({"gradient_accumulation_steps": [2]}, "gradient_accumulation_steps is a whole number"),
     ],
 )
-def test_an_accelerator_refuses_what_an_argument_does_not_take(options, words):
+def test_an_accelerator_refuses_invalid_argument_values(options, words):
     with pytest.raises(ConfigurationError, match=words):
         tk.Accelerator(**{"cpu": True, **options})
 
@@ -127,7 +127,7 @@ def test_an_accelerator_refuses_what_an_argument_does_not_take(options, words):
         ("sync_gradients", "no", "sync_gradients is True or False"),
     ],
 )
-def test_a_setter_refuses_and_leaves_what_was_there(name, value, words):
+def test_a_setter_refuses_an_invalid_value_and_keeps_the_old_one(name, value, words):
     accelerator = tk.Accelerator(cpu=True, gradient_accumulation_steps=2)
     before = getattr(accelerator, name)
     with pytest.raises(ConfigurationError, match=words):

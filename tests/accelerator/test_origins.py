@@ -42,7 +42,7 @@ def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-def test_torch_compile_as_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launchers_torch_compile_options_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setenv("TRAINER_KIT_DYNAMO_USE_FULLGRAPH", "1")
     plugin = Accelerator(cpu=True).dynamo_plugin
@@ -62,7 +62,7 @@ def strategy(*handlers: Any, **engines: Any) -> Any:
     return chosen_strategy(options, Environment(world_size=4, local_world_size=4, source="torchrun"))
 
 
-def test_what_a_script_says_beside_an_engine_of_the_launcher_does_not_replace_it(
+def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patience = tk.InitProcessGroupKwargs(timeout=timedelta(seconds=77))

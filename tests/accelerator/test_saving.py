@@ -142,7 +142,7 @@ def check_hooks(path: Path, **options: Any) -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
-def test_what_hooks_write_is_inside_of_the_state(tmp_path: Path) -> None:
+def test_files_of_hooks_are_part_of_the_state(tmp_path: Path) -> None:
     check_hooks(tmp_path / "run")
     state = tmp_path / "run" / "checkpoint-6"
     other = Accelerator(cpu=True)
@@ -161,7 +161,7 @@ def test_what_hooks_write_is_inside_of_the_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2)
-def test_what_hooks_of_divided_models_write_is_inside_of_the_state(tmp_path: Path) -> None:
+def test_files_of_hooks_of_divided_models_are_part_of_the_state(tmp_path: Path) -> None:
     check_hooks(tmp_path, fsdp_plugin=FullyShardedDataParallelPlugin())
 
 
@@ -243,7 +243,7 @@ def test_a_kill_inside_a_hook_leaves_nothing_that_the_next_save_does_not_clean(t
     assert after.stdout.strip() == "['checkpoint-6']", after.stderr
 
 
-def test_a_state_with_the_files_of_hooks_beside_it_still_loads(tmp_path: Path) -> None:
+def test_a_state_of_the_old_layout_with_files_of_hooks_loads(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = with_hooks(accelerator)
     accelerator.save_state(tmp_path / "new")

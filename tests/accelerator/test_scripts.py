@@ -260,7 +260,7 @@ def test_generators_are_made_the_same():
         tk.synchronize_rng_states(["tourch"])
 
 
-def test_what_scripts_ask_for_is_there():
+def test_names_used_by_scripts_exist():
     """Names of Accelerate's that have one answer here."""
     accelerator = tk.Accelerator(cpu=True, mixed_precision="bf16", rng_types=["torch"], kwargs_handlers=[
         tk.AutocastKwargs(enabled=False), tk.InitProcessGroupKwargs(), tk.GradScalerKwargs(),
@@ -327,7 +327,7 @@ def test_prepared_models_are_compiled(backend):
     assert torch.equal(model(x), own(x))
 
 
-def test_blocks_are_compiled_each_by_itself():
+def test_each_block_is_compiled_separately():
     plugin = tk.TorchDynamoPlugin(backend="eager", use_regional_compilation=True)
     accelerator = tk.Accelerator(cpu=True, dynamo_plugin=plugin)
     own = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))

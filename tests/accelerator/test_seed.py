@@ -47,7 +47,7 @@ def test_a_seed_that_is_set_after_the_accelerator_counts(seed_with):
     assert order(accelerator) != expected
 
 
-def test_arguments_stand_above_what_the_script_seeds():
+def test_arguments_override_the_scripts_seed():
     expected = order(Accelerator(cpu=True, seed=7))
     configured = DataLoaderConfiguration(data_seed=7)
     for accelerator in (
@@ -106,7 +106,7 @@ def test_another_process_resumes_with_the_same_samples(processes, workers, seed_
             assert resumed["seen"]["1"] == whole["seen"]["1"][skipped:]
 
 
-def test_a_state_stands_above_another_seed_and_says_so(tmp_path, capsys):
+def test_a_loaded_state_overrides_another_seed_and_reports_it(tmp_path, capsys):
     accelerator = Accelerator(cpu=True, seed=7)
     data = accelerator.prepare(loader())
     whole = read(data)
@@ -140,7 +140,7 @@ def test_each_loader_has_an_order_of_its_own_after_a_resume_too(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["between epochs", "after loading"])
-def test_uneven_inputs_do_not_lose_where_a_generator_is(when, tmp_path):
+def test_uneven_inputs_keep_the_state_of_the_generator(when, tmp_path):
     """``join_uneven_inputs(even_batches=False)`` reads the loader in another way, and from the same place."""
 
     def made():

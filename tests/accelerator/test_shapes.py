@@ -71,7 +71,7 @@ def test_another_call_is_an_error_too():
         accelerator.pad_across_processes(torch.ones((2,) * (1 + rank)))
 
 
-def test_in_a_loader_what_differs_in_length_is_gathered_and_what_differs_otherwise_is_named():
+def test_loader_batches_that_differ_in_length_are_gathered_and_other_differences_are_errors():
     accelerator = tk.Accelerator(cpu=True)
     rank = accelerator.process_index
     data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21)), batch_size=4))

@@ -79,13 +79,13 @@ def test_each_sample_comes_once_and_the_last_batch_is_filled_up(workers):
             assert len(list(data)) == batches
 
 
-def test_where_each_process_reads_all_the_last_batch_is_filled_up_too():
+def test_the_last_batch_is_filled_up_when_each_process_reads_the_whole_stream():
     accelerator, data = made(DataLoader(Place(15), batch_size=2), dispatch_batches=False)
     assert epoch(accelerator, data) == epoch(accelerator, data) == list(range(15))
     assert "every process reads all of it" in accelerator.explain()
 
 
-def test_nothing_is_filled_up_where_that_is_not_asked_for():
+def test_no_batch_is_filled_up_without_even_batches():
     for dispatch in (None, False):
         accelerator, data = made(DataLoader(Place(13), batch_size=2), dispatch_batches=dispatch, even_batches=False)
         mine = [batch.tolist() for batch in data]
@@ -94,7 +94,7 @@ def test_nothing_is_filled_up_where_that_is_not_asked_for():
 
 
 @pytest.mark.parametrize("data", [Place(13), TensorDataset(torch.arange(13))])
-def test_drop_last_drops_what_is_less_than_a_batch_for_each_process(data):
+def test_drop_last_drops_the_samples_that_do_not_fill_a_batch_for_each_process(data):
     loader = made(DataLoader(data, batch_size=2, drop_last=True), dispatch_batches=True)[1]
     read = [batch[0] if isinstance(batch, list) else batch for batch in loader]
     assert [len(batch) for batch in read] == [2, 2, 2]

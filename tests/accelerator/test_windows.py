@@ -93,7 +93,7 @@ def test_an_evaluation_inside_a_window_changes_nothing():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 4])
-def test_gradients_may_be_emptied_ahead_of_each_backward(steps):
+def test_zero_grad_before_each_backward_does_not_drop_gradients(steps):
     accelerator, model, optimizer, data = make(steps)
     for _ in range(2):
         for x, y in data:
@@ -136,7 +136,7 @@ def test_loaders_that_are_read_side_by_side_are_all_left_in_the_end():
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_optimizers_may_step_behind_the_context(after):
+def test_optimizers_can_step_after_the_context(after):
     accelerator, model, optimizer, data = make(2)
     for x, y in data:
         with accelerator.accumulate(model):
@@ -150,7 +150,7 @@ def test_optimizers_may_step_behind_the_context(after):
     assert_close(weights(model), plain(groups_of(8)))
 
 
-def test_a_loop_that_counts_by_itself():
+def test_a_loop_with_its_own_step_count_accumulates():
     accelerator, model, optimizer, data = make()
     for index, (x, y) in enumerate(data):
         accelerator.backward(mse(model(x), y) / 2)
@@ -427,7 +427,7 @@ def test_sizes_that_only_the_other_process_knows(steps):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_loop_that_counts_by_itself_takes_the_mean_of_its_batches(steps):
+def test_a_loop_with_its_own_step_count_averages_its_batches(steps):
     """Each is the mean over all processes, whatever sizes they have; the next one does not rescale it."""
     accelerator, model, optimizer, data = make(steps, DataLoader(Uneven(), batch_size=None))
     for number, (x, y) in enumerate(data, start=1):
@@ -447,7 +447,7 @@ def test_a_loop_that_counts_by_itself_takes_the_mean_of_its_batches(steps):
 
 
 @pytest.mark.world_size(2)
-def test_a_dispatched_last_batch_weighs_what_it_has():
+def test_a_dispatched_last_batch_is_weighted_by_its_samples():
     """23 in batches of 4, read by one process: the last 7 make 4 for each process, the first of them twice."""
     for count in (23, 21, 17):
         config = DataLoaderConfiguration(dispatch_batches=True)
@@ -485,7 +485,7 @@ def test_a_sync_is_triggered_for_a_forward_without():
     assert_close(weights(model), plain([list(range(8))]))
 
 
-def test_a_state_inside_a_window_says_what_it_lacks(tmp_path, capsys):
+def test_a_state_saved_inside_a_window_reports_missing_gradients(tmp_path, capsys):
     """What is loaded there goes on with a shorter window, of which the mean is taken."""
     accelerator, model, optimizer, data = make(2)
     for number, (x, y) in enumerate(data):

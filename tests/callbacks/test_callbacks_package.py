@@ -32,7 +32,7 @@ def test_every_name_is_a_callback():
         (callbacks.Timer("2h"), callbacks.Timer()),
     ],
 )
-def test_a_step_pays_only_for_what_looks_at_it(looks, rests):
+def test_a_step_calls_only_the_callbacks_that_override_its_hooks(looks, rests):
     assert is_overridden("on_train_step_end", looks, Callback)
     assert not is_overridden("on_train_step_end", rests, Callback)
     assert not is_overridden("on_train_step_end", copy.deepcopy(rests), Callback)
@@ -58,7 +58,7 @@ def test_importing_it_imports_no_callback_and_nothing_heavy():
 
 
 @pytest.mark.parametrize("name", ["Checkpoint"])
-def test_a_callback_of_lightning_that_is_not_here_says_what_to_use(name):
+def test_a_missing_lightning_callback_names_its_replacement(name):
     with pytest.raises(ImportError, match=rf"(?s)'trainer_kit.callbacks' has no attribute '{name}'\n.*fix:   [A-Za-z]"):
         exec(f"from trainer_kit.callbacks import {name}")
     with pytest.raises(ImportError, match=r"has no attribute 'NoSuchCallback'\n.*did you mean 'Callback'"):

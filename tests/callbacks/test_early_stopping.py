@@ -34,7 +34,7 @@ def run(stop, *values, **options):
         ([5.0, float("nan"), float("nan")], {"check_finite": False, "patience": 2}, 3),
     ],
 )
-def test_when_it_stops(values, options, epochs):
+def test_it_stops_after_the_expected_epoch(values, options, epochs):
     done = run(EarlyStopping("loss", **options), *values)
     assert bool(done.stops) == (epochs is not None)
     assert done.current_epoch == (epochs or len(values))
@@ -88,7 +88,7 @@ def test_a_restart_with_more_patience_continues(tmp_path):
 
 
 @pytest.mark.parametrize("unsized", [False, True])
-def test_values_of_the_training_epoch_are_watched_where_validation_runs(unsized):
+def test_training_values_are_monitored_when_validation_runs(unsized):
     stop = EarlyStopping("train_loss", patience=1)
     values = {"val": each("val_loss", *[0.0] * 5), "epoch": each("train_loss", 3.0, 2.0, 1.0, 4.0, 0.5)}
     done = fit(stop, epochs=5, unsized=unsized, **values)
@@ -99,7 +99,7 @@ def test_values_of_the_training_epoch_are_watched_where_validation_runs(unsized)
     ("at_epoch_end", "validates", "checks"),
     [(None, True, 3), (None, False, 1), (True, True, 1), (False, True, 3), (False, False, 0)],
 )
-def test_when_it_looks(at_epoch_end, validates, checks):
+def test_check_on_train_epoch_end_chooses_the_hook(at_epoch_end, validates, checks):
     """Three validations in an epoch, each with a value of its own."""
     stop = EarlyStopping("loss", patience=100, check_on_train_epoch_end=at_epoch_end)
     values = {"val": each("loss", 1.0, 1.0, 1.0)} if validates else {"epoch": each("loss", 1.0)}

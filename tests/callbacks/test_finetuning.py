@@ -160,7 +160,7 @@ def test_mistakes_are_refused_before_the_first_step():
         LayerWiseUnfreezing(["backbone.0"], every_n_epochs=0)
 
 
-def test_parameters_that_the_optimizer_has_already_are_no_silent_matter():
+def test_parameters_that_the_optimizer_already_has_are_reported():
     class Whole(Net):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.01)

@@ -37,7 +37,7 @@ def test_every_hook(hook):
     assert given == [tuple(range(count))]
 
 
-def test_nothing_stands_in_between():
+def test_functions_are_called_directly():
     callback = LambdaCallback(on_train_start=hear, on_fit_end=None)
     assert callback.on_train_start is hear
     assert overridden(callback) == {"on_train_start"}
@@ -145,7 +145,7 @@ def test_a_function_that_leaves_out_the_loader_index():
     assert given == [5, 0]
 
 
-def test_events_ahead_of_what_they_count_begin_with_zero():
+def test_events_before_a_step_count_from_zero():
     fired = {}
     trainer = Trainer(max_epochs=4, barebones=True)
     for event, every in (

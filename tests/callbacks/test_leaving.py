@@ -63,7 +63,7 @@ class Committed(tk.Callback):
 
 
 @pytest.mark.parametrize("background", [True, False])
-def test_a_hook_says_that_a_checkpoint_is_durable(tmp_path: Path, background: bool) -> None:
+def test_a_hook_is_called_when_a_checkpoint_is_durable(tmp_path: Path, background: bool) -> None:
     class Module(Classifier):
         def on_checkpoint_committed(self, path: Any) -> None:
             names.append(path.name)

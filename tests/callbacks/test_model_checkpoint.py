@@ -521,7 +521,7 @@ def test_deleted_checkpoints_are_forgotten():
     assert (steps_of(again.best_k_models), scores(again)) == ([8, 12], [2.0, 1.0])
 
 
-def test_what_gave_way_at_the_last_checkpoint_is_deleted_after_a_restart():
+def test_a_restart_deletes_checkpoints_that_the_last_save_replaced():
     """As after a kill between the commit of the third checkpoint and the deletion of the first."""
     done = fit(ModelCheckpoint(), epochs=2)
     shutil.copytree("run/checkpoints/step-00000004", "saved")
@@ -638,7 +638,7 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
     assert all(torch.equal(weights[name], value) for name, value in second.state_dict().items())
 
 
-def test_the_error_for_two_alike_names_what_to_change():
+def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
     with pytest.raises(
         ConfigurationError, match=r"two callbacks keep their state(.|\n)*another monitor=, mode=, filename="
     ):
@@ -655,7 +655,7 @@ def test_the_error_for_two_alike_names_what_to_change():
         ("unlike", 'pass "last", or one of: .*/run/checkpoints/step-00000004$'),
     ],
 )
-def test_a_path_that_is_not_there_names_what_is(path, fix):
+def test_a_missing_path_lists_the_existing_checkpoints(path, fix):
     fit(ModelCheckpoint())
     os.mkdir("unrelated")
     with pytest.raises(CheckpointError, match=rf"does not exist\n  fix:   {fix}"):

@@ -192,7 +192,7 @@ def test_the_callback(capsys, precision, seen):
     assert capsys.readouterr().err == ""
 
 
-def test_it_says_what_a_rank_holds_and_sends(capsys):
+def test_it_shows_the_memory_and_traffic_of_a_rank(capsys):
     module = TinyModule()
     trainer = tk.Trainer(accelerator="cpu", max_steps=1, barebones=True, callbacks=ModelSummary())
     trainer.fit(module, [torch.zeros(4, 32)])

@@ -141,7 +141,7 @@ def test_time_of_before_a_restart_counts(tmp_path):
     assert second.time_split()["forward"] < before["forward"], "a new fit starts at zero"
 
 
-def test_an_exception_leaves_no_counter_behind():
+def test_an_exception_removes_the_flop_counter():
     class Fails(TrainModule):
         def __init__(self):
             super().__init__()

@@ -150,7 +150,7 @@ def test_a_name_for_the_last_one_that_is_none(name):
         lambda kind: kind(every_n_epochs=1),
     ],
 )
-def test_a_hook_of_a_subclass_is_called_where_the_class_itself_has_nothing_to_do(make):
+def test_an_overridden_hook_is_called_although_the_base_class_is_disabled(make):
     class Keeper(ModelCheckpoint):
         steps = 0
 
@@ -170,7 +170,7 @@ def test_a_hook_of_a_subclass_is_called_where_the_class_itself_has_nothing_to_do
         (LearningRateMonitor, lambda kind: kind("epoch")),
     ],
 )
-def test_so_it_is_in_other_callbacks(base, make):
+def test_overridden_hooks_of_idle_callbacks_are_called(base, make):
     def on_train_step_end(self, trainer, module):
         self.steps = getattr(self, "steps", 0) + 1
 
@@ -204,7 +204,7 @@ def test_so_it_is_in_other_callbacks(base, make):
         (TensorBoardLogger, "_get_next_version", "version="),
     ],
 )
-def test_what_would_never_be_called_is_refused_where_it_is_used(base, name, fix):
+def test_overrides_that_would_never_be_called_are_refused(base, name, fix):
     """A package may define such a class that its program does not use: it can still be imported."""
     refused = rf"Mine\.{name} (would never be called|replaces a private name)(.|\n)*{fix}"
     arguments = {EarlyStopping: ("loss",), StochasticWeightAveraging: (0.1,)}

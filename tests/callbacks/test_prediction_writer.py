@@ -91,7 +91,7 @@ def test_several_loaders_and_loaders_without_indices(tmp_path):
         (lambda batch: {"a": batch, "text": ["x"] * 7}, "safetensors", "text: str"),
     ],
 )
-def test_what_has_no_place_is_refused(tmp_path, how, format, found):
+def test_unsupported_predictions_are_refused(tmp_path, how, format, found):
     with pytest.raises(DataError, match=found):
         predicted(PredictionWriter(tmp_path, format=format), DataLoader(DATA, batch_size=7), how)
     assert list(tmp_path.iterdir()) == []

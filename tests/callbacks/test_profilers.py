@@ -45,7 +45,7 @@ def test_a_table_of_parts_and_hooks():
     assert not any(name.startswith("SimpleProfiler") for name in found)
 
 
-def test_it_changes_neither_results_nor_what_listens(tmp_path):
+def test_it_changes_neither_results_nor_the_listeners_of_hooks(tmp_path):
     def trained(**options):
         torch.manual_seed(0)
         module = TinyModule()

@@ -141,7 +141,7 @@ def test_validation_borrows_the_line(terminal, clock):
 
 
 @pytest.mark.parametrize(("leave", "lines"), [(False, ["Epoch 2/2"]), (True, ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"])])
-def test_which_epochs_stay(terminal, clock, leave, lines):
+def test_leave_keeps_the_bars_of_finished_epochs(terminal, clock, leave, lines):
     fitted(TQDMProgressBar(leave=leave), clock, batches=2, max_epochs=3)
     assert [line.split(":")[0] for line in Screen(terminal.getvalue()).shown] == lines
 

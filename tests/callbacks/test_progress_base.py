@@ -32,7 +32,7 @@ class Percent(ProgressBar):
         self.lines.append(f"{self.train_description}: {percent:.1f}")
 
 
-def test_a_bar_that_draws_by_itself_takes_the_place_of_the_default():
+def test_a_custom_bar_replaces_the_default_bar():
     bar = Percent()
     made = trainer(bar, max_epochs=2, enable_progress_bar=True)
     assert [type(callback) for callback in made.callbacks] == [Percent]

@@ -236,7 +236,7 @@ def test_the_last_finite_one_stays_until_another_one_is_there():
     assert (held.spare, held.tainted) == ("s7", set())
 
 
-def test_where_nothing_was_ever_finite_nothing_piles_up():
+def test_checkpoints_without_a_finite_value_do_not_accumulate():
     held, there = Retention(1, higher), set()
     for step in range(1, 9):
         there.add(f"s{step}")

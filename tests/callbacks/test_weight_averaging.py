@@ -122,7 +122,7 @@ def resumable(root: Path) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
-def test_gone_on_with_in_every_bit_from_every_step(tmp_path: Path) -> None:
+def test_a_run_resumed_at_any_step_has_the_same_averages(tmp_path: Path) -> None:
     module = Norms()
     options: dict[str, Any] = {"val_check_interval": 4, "default_root_dir": tmp_path}
     callbacks = resumable(tmp_path / "all")

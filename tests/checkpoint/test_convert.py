@@ -91,7 +91,7 @@ def test_sizes_that_are_none(checkpoint, tmp_path, size):
         export(checkpoint, tmp_path / "hub", max_shard_size=size)
 
 
-def test_what_cannot_be_exported(checkpoint, tmp_path):
+def test_unsupported_exports_are_refused(checkpoint, tmp_path):
     (tmp_path / "taken.pt").write_text("mine")
     with pytest.raises(CheckpointError, match="exists already"):
         export(checkpoint, tmp_path / "taken.pt")
@@ -146,7 +146,7 @@ def test_a_tied_weight_is_written_once_and_read_back_under_all_its_names(tmp_pat
         }
 
 
-def test_what_safetensors_itself_wrote_of_tied_weights_is_read(tmp_path):
+def test_tied_weights_written_by_safetensors_are_read(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     safetensors.torch.save_model(model, str(tmp_path / "theirs.safetensors"))

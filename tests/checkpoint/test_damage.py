@@ -146,7 +146,7 @@ def test_a_hostile_document_with_a_valid_seal_is_refused(saved):
         assert caught.value.file == str(saved / "state.json")
 
 
-def test_the_error_says_that_a_path_is_no_checkpoint(tmp_path):
+def test_the_error_names_a_path_that_is_not_a_checkpoint(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"x")
     for name, said in [("absent", "no checkpoint here"), ("folder", "no manifest"), ("file", "not a checkpoint dir")]:

@@ -120,7 +120,7 @@ def run(*command: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_what_deepspeed_itself_wrote(tmp_path: Path) -> None:
+def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
     run_distributed(write, 2, str(tmp_path), timeout=150)
     wanted = {stage: torch.load(tmp_path / f"{stage}.pt", weights_only=True) for stage in (0, 2, 3)}
     later = {stage: torch.load(tmp_path / f"{stage}-later.pt", weights_only=True) for stage in (0, 2, 3)}

@@ -101,7 +101,7 @@ def one_more(content):
         (one_more, "names it here, and it is not here"),
     ],
 )
-def test_an_index_that_lies_is_refused(sharded, tmp_path, change, reason):
+def test_an_index_that_does_not_match_its_files_is_refused(sharded, tmp_path, change, reason):
     save_file({"n": torch.zeros(2)}, tmp_path / "outside.safetensors")
     index_of(sharded, change)
     with pytest.raises(CheckpointError, match=reason):
@@ -161,7 +161,7 @@ def test_a_distributed_checkpoint_of_two_processes_is_whole(tmp_path):
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
-def test_what_is_left_of_a_checkpoint_is_not_taken_for_loose_files(tmp_path):
+def test_an_incomplete_checkpoint_is_not_read_as_loose_files(tmp_path):
     path = write_checkpoint(tmp_path / "step-1", {"model": {"w": torch.ones(2)}})
     (path / "manifest.json").unlink()
     with pytest.raises(CheckpointError, match="manifest"):

@@ -160,7 +160,7 @@ def test_manual_optimization_counts_batches(tmp_path):
     assert progress == {"epoch": 2, "batch": 12, "step": 12, "epoch_batch": 0}
 
 
-def test_weights_alone_and_what_users_added(tmp_path):
+def test_checkpoints_with_only_weights_and_with_user_entries_are_imported(tmp_path):
     module = Net(width=4)
     content = {"epoch": 3, "global_step": 9, "pytorch-lightning_version": "2.1.0", "state_dict": module.state_dict()}
     named = {"hparams_name": "kwargs", "hyper_parameters": {"width": 4}, "vocabulary": ["a", "b"]}
@@ -203,7 +203,7 @@ class Custom:
         ({"loops": None}, r"(?s)no progress of Lightning 2.*fix: .*upgrade_checkpoint"),
     ],
 )
-def test_what_cannot_be_imported(tmp_path, change, match):
+def test_unsupported_files_are_refused(tmp_path, change, match):
     lightning_file(tmp_path / "x.ckpt", "after fit", 6)
     content = {**torch.load(tmp_path / "x.ckpt", weights_only=True), **change}
     torch.save({name: value for name, value in content.items() if value is not None}, tmp_path / "x.ckpt")
@@ -249,7 +249,7 @@ def kept(tmp_path):
 
 
 @pytest.mark.parametrize(("index", "epoch", "batch"), [(0, 0, 4), (2, 2, 0)])
-def test_an_export_has_what_lightning_reads(kept, tmp_path, index, epoch, batch):
+def test_an_export_has_the_entries_that_lightning_reads(kept, tmp_path, index, epoch, batch):
     record = kept[0][index]
     assert call("export", "--lightning", record.path, tmp_path / "x.ckpt") == (0, f"{tmp_path / 'x.ckpt'}\n")
     content = torch.load(tmp_path / "x.ckpt", weights_only=True)
@@ -311,7 +311,7 @@ def test_paths_of_files_name_the_directory(kept, tmp_path):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "kept" / "last.ckpt")
 
 
-def test_a_fit_from_lightnings_file_says_how_to_import_it(tmp_path):
+def test_a_fit_from_a_lightning_file_explains_how_to_import_it(tmp_path):
     lightning_file(tmp_path / "last.ckpt", "after fit", 6)
     fix = rf'trainer-kit checkpoint import {tmp_path}/last\.ckpt, and ckpt_path="{tmp_path}/last"'
     with pytest.raises(CheckpointError, match=rf"(?s)a run resumes from a checkpoint directory.*{fix}"):

@@ -47,7 +47,7 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_was_there_stays(tmp_path):
+def test_releasing_a_lock_keeps_existing_directories(tmp_path):
     lock = DirectoryLock(tmp_path / "new")
     write_checkpoint(tmp_path / "new" / "step-1", {})
     assert [record.path.name for record in checkpoints(tmp_path / "new")] == ["step-1"]

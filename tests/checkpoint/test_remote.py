@@ -151,7 +151,7 @@ def test_a_copy_of_one_that_was_replaced_reads_on_a_disk(bucket, tmp_path):
     verify_checkpoint(bucket.directory / "run" / "only")
 
 
-def test_it_is_not_overwritten_unasked_and_never_what_is_not_ours(root):
+def test_overwriting_needs_a_request_and_never_replaces_other_files(root):
     path = write_checkpoint(f"{root}/step-3", {})
     with pytest.raises(CheckpointError, match="it exists already"):
         write_checkpoint(path, {})
@@ -278,7 +278,7 @@ def test_two_runs_in_one_directory(root):
 
 
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_a_dead_run_s_lock_is_taken_over_and_another_host_s_stands(root, host):
+def test_the_lock_of_a_dead_run_is_taken_over_and_that_of_another_host_is_kept(root, host):
     name = socket.gethostname() if host == "here" else "node-17"
     content = f'{{"host": "{name}", "pid": 4194399, "start": "12", "since": "2026-01-02 03:04:05+00:00"}}'
     locate(f"{root}/{LOCK}").write_bytes(content.encode())
@@ -326,7 +326,7 @@ def test_the_root_of_a_storage_is_a_directory_too(memory):
     assert memory.find("/") == ["/index.json"]
 
 
-def test_what_cannot_be_cleaned_stays(bucket):
+def test_a_failed_cleanup_deletes_nothing(bucket):
     here = socket.gethostname()
     locate("bucket://run/dead/model.safetensors").write_bytes(b"half")
     locate(f"bucket://run/{hidden('dead', here)}").write_bytes(b"1")

@@ -47,7 +47,7 @@ def as_newer(path):
     (path / "manifest.json").write_bytes(dump_manifest({**manifest, "version": 7}))
 
 
-def test_a_manifest_that_says_nothing_of_its_run_is_a_candidate(several):
+def test_a_manifest_without_run_metadata_is_a_candidate(several):
     manifest = json.loads((several / "step-9" / "manifest.json").read_text())
     del manifest["sha256"], manifest["info"]
     (several / "step-9" / "manifest.json").write_bytes(dump_manifest(manifest))
@@ -71,7 +71,7 @@ def test_the_best_to_go_on_from_is_first(several):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_each_damage_is_passed_by_and_named(several, damage):
+def test_each_damaged_checkpoint_is_skipped_and_named(several, damage):
     DAMAGES[damage](several / "step-9")
     found, rejected = newest_verified(several)
     assert found == several / "step-6"
@@ -108,7 +108,7 @@ def test_the_index_is_built_again(several, index):
     assert names == {"last": "step-9"}
 
 
-def test_names_of_what_is_gone_are_taken_away(several):
+def test_links_to_deleted_checkpoints_are_removed(several):
     shutil.rmtree(several / "step-6")
     repair(several)
     assert lookup(several, "best") is None

@@ -305,7 +305,7 @@ def save_alike(path):
     write_sharded(path, {"model": {f"w{i}": torch.full((100,), float(i)) for i in range(8)}})
 
 
-def test_what_all_ranks_hold_is_written_once_and_by_all(tmp_path):
+def test_replicated_values_are_written_once_and_shared_over_ranks(tmp_path):
     run_distributed(save_alike, 2, str(tmp_path / "c"))
     sizes = [len(load_file(tmp_path / "c" / f"model-0000{rank}-of-00002.safetensors")) for rank in (1, 2)]
     assert sizes == [4, 4]
@@ -354,7 +354,7 @@ def refuse(path):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_saved_is_named_on_every_rank(tmp_path):
+def test_a_value_that_cannot_be_saved_is_named_on_every_rank(tmp_path):
     first, second = run_distributed(refuse, 2, str(tmp_path / "c"))
     assert first == second
     assert first[0][0] == "model.w"
@@ -410,7 +410,7 @@ def test_a_snapshot_is_written_while_training_continues(tmp_path, same):
     assert same(read_checkpoint(tmp_path / "c"), {"model": {"w": expected}})
 
 
-def test_what_does_not_fit_the_state_is_named(tmp_path):
+def test_entries_that_do_not_match_the_state_are_named(tmp_path):
     path = write_sharded(tmp_path / "c", {"model": {"w": torch.ones(2, 3), "name": "x", "l": [torch.ones(1)]}})
     cases = [
         ({"modle": {}}, "modle", "no such part"),

@@ -130,7 +130,7 @@ def test_a_failed_mark_keeps_the_old_index(folder, monkeypatch):
     assert sorted(os.listdir(folder)) == ["index.json", "step-100", "step-20", "step-9"]
 
 
-def test_an_index_that_cannot_say_what_is_last_is_none(folder, monkeypatch):
+def test_an_index_without_a_last_checkpoint_is_ignored(folder, monkeypatch):
     mark(folder, last=folder / "step-9")
 
     def fail(one, other):

@@ -47,7 +47,7 @@ def test_ls(kept):
     assert re.fullmatch(r"step-9 +9 +2 +\S+ k?B +\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  last", nine)
 
 
-def test_what_ranks_wrote_together(kept):
+def test_sharded_checkpoints_are_verified_compared_listed_and_exported(kept):
     state = {"model": {"w": torch.full((2, 2), 9.0)}, "progress": {"step": 9}}
     path = write_sharded(kept / "step-12", state, info={"step": 9, "epoch": 2})
     assert call("verify", path) == (0, f"{path}: ok\n")
@@ -74,7 +74,7 @@ def test_verify(kept):
     assert re.fullmatch(r".*/step-6: damaged: state\.json: 2 bytes, but \d+ were written", said.splitlines()[1])
 
 
-def test_verify_of_what_is_no_checkpoint(tmp_path):
+def test_verify_refuses_a_path_that_is_not_a_checkpoint(tmp_path):
     (tmp_path / "file").write_text("x")
     code, said = call("verify", tmp_path, tmp_path / "file")
     assert code == 1

@@ -124,7 +124,7 @@ def refusals(script, cases, **options):
 
 
 @pytest.mark.slow
-def test_options_and_the_file_they_leave_behind(script, tmp_path):
+def test_options_are_saved_in_a_configuration_file(script, tmp_path):
     options = ["--trainer.max_epochs=2", "--data.batch_size=8", "--model.lr=0.25", "--seed_everything=5"]
     callbacks = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks+=EarlyStopping"]
     more = ["--trainer.callbacks.monitor=val_loss", "--trainer.logger=csv", "--data.api_key=hush"]
@@ -153,7 +153,7 @@ def test_options_and_the_file_they_leave_behind(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_print_config_is_a_file_that_says_the_same(script, tmp_path):
+def test_print_config_prints_an_equivalent_file(script, tmp_path):
     options = ["--trainer.max_steps=3", "--trainer.logger=false", "--trainer.callbacks=Timer", "--model.lr=0.5"]
     printed = script("fit", *QUIET, *options, "--print_config")
     assert printed.returncode == 0, printed.stderr
@@ -219,7 +219,7 @@ def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_there_is_never_replaced(script, tmp_path):
+def test_existing_files_are_never_replaced(script, tmp_path):
     (tmp_path / "config.yaml").write_text("trainer: {max_steps: 2, logger: false, enable_model_summary: false}\n")
     before = (tmp_path / "config.yaml").read_bytes()
     cases = [["fit", "--config=config.yaml", *QUIET]] * 2 + [["fit", "--config=config.yaml", "--model.lr=1", *QUIET]]
@@ -259,7 +259,7 @@ def test_a_wrong_call_is_one_line(script):
     assert refusals(script, [words for words, _ in WRONG]) == [line for _, line in WRONG]
 
 
-def test_what_the_trainer_refuses_is_no_traceback(script):
+def test_an_error_of_the_trainer_prints_no_traceback(script):
     cases = [["fit", "--trainer.logger=cvs"], ["fit", "--trainer.precision=3"], ["fit", "--trainer.strategy=dpd"]]
     said = refusals(script, cases)
     assert [text.splitlines()[0] for text in said] == [

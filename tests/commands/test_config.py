@@ -107,7 +107,7 @@ def test_the_wizard_with_arrow_keys() -> None:
 
 
 @pytest.mark.slow
-def test_a_terminal_is_left_as_it_was_when_the_wizard_is_broken_off() -> None:
+def test_an_interrupted_wizard_restores_the_terminal() -> None:
     person = Terminal("config")
     person.answer("Where will it run?", DOWN)
     person.answer("➔ Amazon", "\x04")

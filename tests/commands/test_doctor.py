@@ -29,7 +29,7 @@ def doctor(monkeypatch, tmp_path):
     return call
 
 
-def test_every_matter_has_a_line(doctor):
+def test_every_check_prints_a_line(doctor):
     code, said = doctor()
     assert code == (1 if "\nfix" in said else 0)
     for about in ("python", "torch", "cores", "ranks", "backends", "network", "ports", "disk", "open files", "clock"):

@@ -250,7 +250,7 @@ def test_a_program_of_any_language() -> None:
     assert (code, out) == (3, "shell  of : -q 1\n")
 
 
-def test_a_variable_before_what_a_wizard_wrote_unasked() -> None:
+def test_an_environment_variable_overrides_a_default_of_the_wizard() -> None:
     file = Path("huggingface/accelerate/default_config.yaml")
     file.parent.mkdir(parents=True)
     file.write_text(SAMPLES["plain.yaml"])
@@ -489,7 +489,7 @@ def test_the_guides_commands_and_file() -> None:
     assert call("launch", "--config_file", "two_gpus.yaml", "train.py") == (2, error)
 
 
-def test_a_refused_plan_still_shows_where_values_come_from() -> None:
+def test_a_refused_plan_shows_the_source_of_each_value() -> None:
     code, output = call("explain", "--num_machines", "2", "--rdzv_conf", "a=1", "raw.py")
     assert code != 0
     assert "flag --num_machines" in output

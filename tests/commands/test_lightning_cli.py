@@ -362,7 +362,7 @@ def test_a_file_of_the_name_stays_or_is_replaced(tmp_path):
     assert "max_epochs: 2" in (tmp_path / "config.yaml").read_text()
 
 
-def test_what_a_saved_configuration_is_not():
+def test_a_configuration_in_several_files_is_refused():
     with pytest.raises(tk.ConfigurationError, match="one file"):
         SaveConfigCallback(None, None, multifile=True)
 

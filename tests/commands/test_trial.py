@@ -60,7 +60,7 @@ TWO = "distributed_type: MULTI_CPU\nnum_processes: 2\nmixed_precision: bf16\n"
 
 
 @pytest.mark.slow
-def test_as_the_file_of_launch_says_that_is_read_where_none_is_named(tmp_path):
+def test_the_default_configuration_file_is_used(tmp_path):
     file = tmp_path / "trainer_kit" / "config.yaml"
     file.parent.mkdir()
     file.write_text(TWO)
@@ -78,7 +78,7 @@ def test_a_file_and_options_are_a_wrong_call(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_computes_wrongly_as_a_named_file_says(tmp_path):
+def test_a_rank_that_computes_wrongly_is_reported(tmp_path):
     prelude = """
 import os
 if os.environ.get("LOCAL_RANK") == "1":
@@ -103,7 +103,7 @@ def test_an_unknown_word(tmp_path):
     assert "Traceback" not in done.stdout
 
 
-def test_what_does_not_end_is_ended(tmp_path):
+def test_a_run_that_does_not_end_is_terminated(tmp_path):
     began = time.monotonic()
     done = call(
         tmp_path, "--timeout=2", "--accelerator=cpu", prelude="import sys, time\n'test' in sys.argv or time.sleep(90)\n"

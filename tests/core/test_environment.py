@@ -186,7 +186,7 @@ class _Accelerators:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
-def test_devices_are_what_torch_reports(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_devices_equal_the_ones_torch_reports(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     _Accelerators(monkeypatch, kind, 4)
     for word in ("auto", "gpu", kind):
         assert pick_device(word, 2) == torch.device(kind, 2)

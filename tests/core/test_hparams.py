@@ -51,7 +51,7 @@ def test_some_arguments_are_left_out(ignore):
     assert Net(object()).hparams == {"lr": 0.1}
 
 
-def test_a_subclass_keeps_what_it_was_called_with():
+def test_a_subclass_keeps_the_arguments_of_its_call():
     class Base(TrainModule):
         def __init__(self, lr=0.1):
             super().__init__()

@@ -69,7 +69,7 @@ def test_a_password_is_refused_and_not_repeated():
 
 
 @pytest.mark.parametrize("url", ["simplecache::memory://a", "://a"])
-def test_what_is_not_one_storage_is_refused(url):
+def test_urls_without_one_storage_are_refused(url):
     with pytest.raises(ConfigurationError, match="this URL is not understood"):
         locate(url)
 

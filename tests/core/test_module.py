@@ -53,7 +53,7 @@ def test_a_module_without_tensors_has_a_device_and_a_dtype():
     assert (TrainModule().device, TrainModule().dtype) == (torch.device("cpu"), torch.float32)
 
 
-def test_asking_for_a_trainer_that_is_not_there_says_when_there_is_one():
+def test_a_missing_trainer_is_an_error_that_names_when_it_exists():
     with pytest.raises(ConfigurationError, match=r"(?s)Net is not attached to a Trainer.*fix"):
         _ = Net().trainer
 

@@ -43,7 +43,7 @@ def test_objects_and_factories_come_back():
     assert registry.get("dict") is OrderedDict
 
 
-def test_the_decorator_returns_what_it_decorates():
+def test_the_decorator_returns_its_argument():
     registry = Registry("engine")
 
     @registry.register("mine")
@@ -64,7 +64,7 @@ def test_a_string_is_imported_when_asked_for_and_once(site):
 
 
 @pytest.mark.parametrize("target", ["plug_missing:Name", "fractions:Fractoin"])
-def test_a_string_that_cannot_be_imported_says_why(target):
+def test_a_string_that_cannot_be_imported_names_the_cause(target):
     registry = Registry("engine")
     registry.register("broken", target)
     with pytest.raises(RegistryError, match="engine 'broken' could not be imported") as caught:
@@ -110,7 +110,7 @@ def test_an_unknown_name_lists_the_known_ones_and_the_nearest():
     assert caught.value.fix == "did you mean 'ddp'?"
 
 
-def test_an_empty_registry_says_so():
+def test_an_empty_registry_is_named_in_the_error():
     with pytest.raises(RegistryError, match="no name is registered"):
         Registry("engine").get("x")
 
@@ -164,7 +164,7 @@ def test_the_groups_of_the_kinds():
     ]
 
 
-def test_what_users_register_comes_before_what_the_library_brings_however_early():
+def test_a_users_entry_precedes_the_librarys_entry_regardless_of_order():
     registry = Registry("engine")
     registry.register("early", dict)
     for name in ("early", "late"):
@@ -198,7 +198,7 @@ def test_a_registry_is_filled_whichever_module_is_imported_first(first, registry
 
 
 @pytest.mark.slow
-def test_the_library_fills_its_registries_where_modules_are_imported():
+def test_importing_a_module_fills_its_registries():
     """A call of ``supply`` inside a function would be a side effect that no import shows."""
     package = Path(__file__).resolve().parents[2] / "trainer_kit"
     hidden = [

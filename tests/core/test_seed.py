@@ -61,7 +61,7 @@ def test_lightning_s_other_arguments_are_taken():
     assert seed_everything(7, workers=True, verbose=False) == 7
 
 
-def test_what_is_drawn_inside_is_not_drawn_outside():
+def test_preserved_rng_restores_the_generators():
     seed_everything(1)
     first = draw()
     seed_everything(1)

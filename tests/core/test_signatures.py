@@ -56,7 +56,7 @@ def use(cls):
         (DataModule, "on_data", "use one of: on_"),
     ],
 )
-def test_other_unknown_hooks_are_refused_where_they_are_used(base, name, fix):
+def test_unknown_hooks_of_other_owners_are_refused(base, name, fix):
     old = type("Old", (base,), {name: lambda self, *arguments: None})  # a package may define it and not use it
     with pytest.raises(HookError, match=rf"(?s)Old.{name} is not a hook.*fix:   {fix}"):
         use(type("Derived", (old,), {}))
@@ -179,7 +179,7 @@ def test_modules_and_callbacks_know_the_same_moments():
 
 
 @pytest.mark.parametrize("cls", [Callback, ModuleHooks, DataHooks])
-def test_every_hook_says_when_it_is_called(cls):
+def test_every_hook_documents_when_it_is_called(cls):
     hooks = [value for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
     assert [hook.__name__ for hook in hooks if not hook.__doc__ and hook.__name__ not in ("state_dict",)] == []
 

@@ -156,7 +156,7 @@ def test_a_cycle_shuffles_each_pass() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 2])
-def test_start_is_where_the_whole_epoch_would_be(mode: Mode, size: int) -> None:
+def test_start_continues_at_the_same_batch_as_a_whole_epoch(mode: Mode, size: int) -> None:
     def feed(rank: int) -> Feed:
         leaves = [loader(13, 2, shuffle=True), loader(24, 1, shuffle=True), [1, 2, 3, 4]]
         return Feed(CombinedLoader(leaves, mode), rank=rank, size=size)

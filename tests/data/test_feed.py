@@ -97,7 +97,7 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_ranks_together_read_what_one_process_reads(name: str, drop_last: bool) -> None:
+def test_ranks_together_read_the_samples_of_one_process(name: str, drop_last: bool) -> None:
     data = range(11)
     for size in (1, 2, 3, 4):
         loader = DataLoader(data, batch_size=2, sampler=SAMPLERS[name](data), drop_last=drop_last)
@@ -120,7 +120,7 @@ def test_a_short_last_batch_is_divided_evenly_in_contiguous_blocks() -> None:
     assert together(on_ranks(DataLoader(range(3), batch_size=8), 4)) == [[0, 1, 2]]
 
 
-def test_what_is_known_before_anything_is_read() -> None:
+def test_lengths_and_sample_counts_are_known_before_reading() -> None:
     feed = Feed(DataLoader(range(13), batch_size=4), rank=1, size=3)
     assert (feed.length, feed.even, feed.per_rank_batch_size) == (2, True, 4)
     assert [feed.samples(i) for i in range(3)] == [12, 1, None]
@@ -292,7 +292,7 @@ def test_loaders_that_do_not_collate_are_divided_by_index() -> None:
     assert data.read == [4]
 
 
-def test_the_users_loader_is_left_as_it_was() -> None:
+def test_the_users_loader_is_not_changed() -> None:
     class Mine(DataLoader[int]):
         label = "mine"
 
@@ -389,7 +389,7 @@ def test_without_workers_the_same_samples_are_seeded_alike() -> None:
     assert globals_state() != before
 
 
-def test_a_stream_cannot_be_seeded_by_sample_and_says_so() -> None:
+def test_seeding_a_stream_by_sample_is_refused() -> None:
     with pytest.warns(UserWarning, match="a generator is a stream"):
         Feed((i for i in range(3)), reproducible=True)
 
@@ -428,7 +428,7 @@ def test_a_stateful_loader_is_fed_like_any_other() -> None:
 @pytest.mark.parametrize(
     ("thing", "fix"), [(range(3).__len__, "call it"), (Recording(3), "a DataLoader"), ("abc", "list")]
 )
-def test_what_is_no_loader_is_refused(thing: Any, fix: str) -> None:
+def test_an_object_that_is_not_a_loader_is_refused(thing: Any, fix: str) -> None:
     with pytest.raises(DataError, match="not a loader") as caught:
         Feed(thing)
     assert fix in str(caught.value)
@@ -454,7 +454,7 @@ def test_a_pickled_empty_is_the_same_object() -> None:
         (range(3), True),
     ],
 )
-def test_what_draws_in_this_process_is_not_read_ahead(loader: Any, draws: bool) -> None:
+def test_loaders_that_draw_in_this_process_are_not_prefetched(loader: Any, draws: bool) -> None:
     """A checkpoint has the generators as they are after a step: a batch that was read by then draws again."""
     assert Feed(loader).draws is draws
     assert not Feed(loader, reproducible=True).draws

@@ -277,7 +277,7 @@ def test_a_stream_resumes_on_another_number_of_ranks(then: int, now: int) -> Non
     assert found == list(range(at * then, 24))
 
 
-def test_a_stream_that_each_rank_divides_by_itself_stays_on_as_many() -> None:
+def test_a_stream_divided_by_each_rank_needs_the_same_number_of_ranks() -> None:
     feed = Feed(Rewinding(9), shard=False, size=2)
     next(feed.epoch(0))
     state = saved(feed.loader_state.state_dict(0, 1))
@@ -288,7 +288,7 @@ def test_a_stream_that_each_rank_divides_by_itself_stays_on_as_many() -> None:
     assert next(again.epoch(0, 1)).tolist() == [1]
 
 
-def test_a_rank_whose_data_ended_first_has_none_after_a_resume_either() -> None:
+def test_a_rank_whose_data_ended_has_no_data_after_a_resume() -> None:
     feed = Feed(Rewinding(3), shard=False)
     assert len(list(feed.epoch(0))) == 3
     state = saved(feed.loader_state.state_dict(0, 5))  # the other ranks are further by now

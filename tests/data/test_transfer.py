@@ -103,7 +103,7 @@ def test_objects_with_to() -> None:
     assert move_to_device(Own, "meta") is Own  # a class is not a batch
 
 
-def test_ahead_moves_the_next_batch_before_this_one_is_used() -> None:
+def test_prefetch_moves_the_next_batch_before_this_one_is_used() -> None:
     log: list[str] = []
 
     def source() -> Any:
@@ -126,7 +126,7 @@ def test_ahead_moves_the_next_batch_before_this_one_is_used() -> None:
     assert next(ahead, "end") == "end"
 
 
-def test_ahead_hands_on_empty() -> None:
+def test_prefetch_of_an_empty_loader_is_empty() -> None:
     assert list(Ahead(iter([1, EMPTY, 2]), lambda number: number * 10)) == [10, EMPTY, 20]
 
 
@@ -173,7 +173,7 @@ class Stream:
         self.log.append("exit")
 
 
-def test_epochs_share_one_stream_whose_copies_wait_for_what_is_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
     log: list[str] = []
     made: list[Stream] = []
     device = torch.device("cuda", 0)
@@ -202,7 +202,7 @@ def test_epochs_share_one_stream_whose_copies_wait_for_what_is_queued(monkeypatc
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-def test_ahead_on_an_accelerator() -> None:
+def test_prefetch_copies_on_an_accelerator() -> None:
     device = torch.device("cuda", 0)
     size = 1 << 20
 

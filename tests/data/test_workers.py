@@ -35,7 +35,7 @@ print(len([pid for pid in ended if pid]))
 
 
 @pytest.mark.slow
-def test_workers_whose_parent_is_killed_while_they_begin_end_too(tmp_path: Path) -> None:
+def test_starting_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("3\n", "")
@@ -111,7 +111,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_a_worker_that_stands_still_behind_its_fork_is_forked_again(tmp_path: Path) -> None:
+def test_a_worker_that_hangs_after_its_fork_is_forked_again(tmp_path: Path) -> None:
     """First of the interpreter's own lock, as where a library's thread entered Python in the moment of the fork."""
     (tmp_path / "script.py").write_text(STANDING_STILL)
     done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
@@ -124,6 +124,6 @@ def test_a_worker_that_stands_still_behind_its_fork_is_forked_again(tmp_path: Pa
     assert (at_last, begun, left) == ("a loader's worker does not begin", 0, [])
 
 
-def test_workers_that_are_not_forked_begin_as_the_loader_says() -> None:
+def test_a_context_without_fork_is_kept() -> None:
     given = multiprocessing.get_context("spawn")
     assert checked_context(given) is given

@@ -39,7 +39,7 @@ def test_every_argument_and_hook_of_transformers_has_its_line() -> None:
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in PAGES.glob("*.md")))
-def test_what_the_tables_name_here_exists(page: str) -> None:
+def test_names_in_the_tables_exist(page: str) -> None:
     """Each ``Trainer(x=...)``, ``DDPStrategy(x=)`` and hook in a right-hand column."""
     text = (PAGES / page).read_text("utf-8")
     cells = [

@@ -42,7 +42,7 @@ def accuracy(text: str) -> float:
 
 
 @pytest.mark.parametrize("flags", [(), ("--devices", "2")])
-def test_digits_says_where_to_look(flags: tuple[str, ...], tmp_path: Path, run: Run) -> None:
+def test_digits_prints_the_paths_of_its_results(flags: tuple[str, ...], tmp_path: Path, run: Run) -> None:
     said = run("digits", "--fast", "--accelerator", "cpu", *flags)
     assert 0.0 <= accuracy(said) <= 1.0
     checkpoint, logs = re.findall(r"(?:best checkpoint: |--logdir )(.+)", said)

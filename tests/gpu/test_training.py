@@ -122,7 +122,7 @@ class Busy(tk.TrainModule):
 
 @on_each_device
 @pytest.mark.parametrize("pinned", [False, True])
-def test_batches_are_pinned_and_copied_beside_the_steps(
+def test_batches_are_pinned_and_copied_during_the_steps(
     kind: str, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, size = device_of(kind), 1 << (10 if kind == "cpu" else 20)

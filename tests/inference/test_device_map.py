@@ -64,7 +64,7 @@ def test_accelerators_are_filled_in_order() -> None:
     assert infer(nn.Dropout(), {"cpu": 10}) == {"": "cpu"}
 
 
-def test_what_is_offloaded_finds_room_when_it_comes() -> None:
+def test_the_map_reserves_room_for_offloaded_layers() -> None:
     net = nn.Sequential(*[nn.Linear(9, 10) for _ in range(6)])  # 400 bytes each
     found = infer(net, {0: 1300, "cpu": 900})
     assert found == {"0": 0, "1": 0, "2": "cpu", "3": "disk", "4": "disk", "5": "disk"}
@@ -186,7 +186,7 @@ def test_words_of_memory_and_devices(capsys: pytest.CaptureFixture[str]) -> None
     assert infer(Net(), {"meta": 204, "cpu": 500}) == {"linear1": "meta", "batchnorm": "cpu", "linear2": "cpu"}
 
 
-def test_what_is_free_is_measured_and_a_container_limits_it(tmp_path: Any) -> None:
+def test_free_memory_is_measured_and_limited_by_the_container(tmp_path: Any) -> None:
     free = free_memory(torch.device("cpu"))
     assert free is not None
     assert free > 10**7

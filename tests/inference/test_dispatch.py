@@ -97,7 +97,7 @@ def test_weights_come_back_whole_and_the_file_goes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_training_is_refused_in_words_unless_what_is_offloaded_was_frozen(tmp_path: Path) -> None:
+def test_training_is_refused_unless_offloaded_weights_are_frozen(tmp_path: Path) -> None:
     model = made()
     tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
     found = outputs(model)
@@ -331,7 +331,7 @@ def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(tmp_pat
         assert {p.device.type for p in spread.parameters()} == {"meta"}
 
 
-def test_two_threads_share_what_is_there(tmp_path: Path) -> None:
+def test_two_threads_share_the_loaded_weights(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
     x = torch.randn(4, 64)

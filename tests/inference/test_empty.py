@@ -26,7 +26,7 @@ class Shared(nn.Module):
         self.lazy = nn.LazyLinear(2)
 
 
-def test_parameters_are_empty_buffers_are_real_and_what_is_shared_stays_so() -> None:
+def test_parameters_are_empty_buffers_are_real_and_sharing_is_kept() -> None:
     with tk.init_empty_weights():
         net = Shared()
     assert {p.device.type for p in net.parameters() if not isinstance(p, nn.UninitializedParameter)} == {"meta"}

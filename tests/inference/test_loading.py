@@ -116,7 +116,7 @@ def test_dtypes_and_two_steps(tmp_path: Path) -> None:
     assert wide.state_dict()["embed.weight"].dtype == torch.float64
 
 
-def test_what_differs_is_named(tmp_path: Path) -> None:
+def test_differences_are_named(tmp_path: Path) -> None:
     found = weights()
     renamed = {name.replace("lookup", "lookout"): value for name, value in found.items() if name != "norm.weight"}
     part = export(renamed, tmp_path / "part.safetensors")

@@ -81,7 +81,7 @@ def test_it_is_the_precision_of_that_name(mode: str, tmp_path: Path) -> None:
     assert made[0].is_loaded_in_4bit is (mode != "int8")
 
 
-def test_what_stays_and_in_which_dtype(tmp_path: Path) -> None:
+def test_skipped_modules_keep_their_dtype(tmp_path: Path) -> None:
     hub = export(trained().state_dict(), tmp_path / "hub")
     config = tk.BnbQuantizationConfig(
         load_in_4bit=True,

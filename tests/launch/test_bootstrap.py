@@ -42,7 +42,7 @@ def _script(text: str) -> str:
     return "train.py"
 
 
-def test_nothing_is_imported_ahead_of_the_script() -> None:
+def test_nothing_is_imported_before_the_script() -> None:
     ran = _rank(_script("import sys; print(sorted(m for m in sys.modules if m.startswith(('torch', 'trainer_kit'))))"))
     assert ran.stdout == "['trainer_kit.launch.bootstrap']\n"
 
@@ -84,7 +84,7 @@ def test_a_hook_of_the_script_is_called_too() -> None:
     assert (ran.stdout, _report()["type"]) == ("mine\n", "ZeroDivisionError")
 
 
-def test_where_and_what_cannot_be_printed() -> None:
+def test_errors_without_a_printable_message_are_reported() -> None:
     ran = _rank(
         _script(
             "from trainer_kit.launch.bootstrap import report_errors\n"
@@ -108,7 +108,7 @@ def test_exits(code: str, reported: bool) -> None:
         assert (_report()["type"], _report()["exit_code"]) == ("SystemExit", 3)
 
 
-def test_a_negative_code_is_what_the_system_makes_of_it() -> None:
+def test_a_negative_exit_code_becomes_the_systems_code() -> None:
     assert _rank(_script("import sys; sys.exit(-1)")).returncode == _report()["exit_code"] == 255
 
 

@@ -40,7 +40,7 @@ def test_every_kind_loads(tmp_path: Path, name: str) -> None:
         assert any(each in lines[line - 1] for each in names), f"{option} is not in line {line}"
 
 
-def test_values_are_what_accelerate_means(tmp_path: Path) -> None:
+def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
     values = {name: read(tmp_path, text, name).values for name, text in SAMPLES.items()}
     assert values["unquoted.yaml"] == {
         "distributed_type": "NO", "mixed_precision": "no", "downcast_bf16": False, "num_processes": 1, "use_cpu": True,

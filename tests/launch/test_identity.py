@@ -77,10 +77,10 @@ def test_secrets_of_the_command_line_are_masked(words, kept):
         ),
     ],
 )
-def test_who_started_it(variables, found):
+def test_the_launcher_is_recognised_by_its_variables(variables, found):
     assert launches(variables) == found
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3"])
-def test_what_was_handed_over_and_cannot_be_read_is_nothing(text):
+def test_a_malformed_run_variable_is_ignored(text):
     assert handed_over({"TRAINER_KIT_RUN": text}) == {}

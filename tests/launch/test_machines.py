@@ -71,7 +71,7 @@ def test_they_meet_fail_and_part(port: int) -> None:
     assert next(failure for failure in theirs if failure.rank == 0) == RankFailure(0, -9, 5.0, host="a")
 
 
-def test_one_that_does_not_answer_is_gone(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_does_not_answer_is_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer_kit.launch.machines._REPLY_TIME", 0.3)
 
     def first(machine: Machines):
@@ -109,14 +109,14 @@ def test_no_process_registers_twice(port: int) -> None:
     assert on_each(port, first, twice) == ["came", "came"]
 
 
-def test_somebody_who_does_not_come_is_named(port: int) -> None:
+def test_a_missing_machine_is_named(port: int) -> None:
     with pytest.raises(LaunchError, match=f"for machine 1, to come to 127.0.0.1:{port}"):
         Machines(2, 0, "127.0.0.1", port, timeout=0.2).meet(ABOUT)
     with pytest.raises(LaunchError, match=f"for machine 0 at 127.0.0.1:{port}"):
         Machines(2, 1, "127.0.0.1", port, timeout=0.2).meet(ABOUT)
 
 
-def test_a_port_that_is_taken_and_an_address_of_somebody_else(port: int) -> None:
+def test_a_used_port_and_a_foreign_address_are_errors(port: int) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", port))
         taken.listen()

@@ -62,7 +62,7 @@ def test_each_level_wins_over_the_ones_below() -> None:
     assert choose("mixed_precision", "fp16", "no", both) == Chosen("fp16", "argument")
 
 
-def test_the_script_hears_values_and_origins() -> None:
+def test_the_script_receives_values_and_their_sources() -> None:
     found = plan(options("mixed_precision: bf16\n", cpu(num_processes=2, gradient_accumulation_steps=4)), ALONE)
     told = dict(found.environ)
     origins = json.loads(told.pop(ORIGINS))
@@ -212,7 +212,7 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
 
 
 @pytest.mark.parametrize(("name", "what"), [("sagemaker.yaml", "SageMaker")])
-def test_what_is_not_here_yet_says_so(name: str, what: str) -> None:
+def test_missing_features_are_named(name: str, what: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{what} is not here yet") as caught:
         plan(options(SAMPLES[name]), ALONE)
     assert "config.yaml:" in str(caught.value.found)
@@ -292,7 +292,7 @@ def test_one_level_asks_for_one_kind_of_run(text: str, words: tuple[str, ...]) -
         kind(text, *words)
 
 
-def test_what_a_wizard_wrote_unasked_leaves_variables_as_they_are() -> None:
+def test_defaults_of_the_wizard_do_not_override_variables() -> None:
     wizards = SAMPLES["plain.yaml"] + "dynamo_backend: 'NO'\n"
     around = {"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_USE_CPU": "true"}
     found = options(wizards, None, around)
@@ -325,7 +325,7 @@ def test_variables_of_a_file_reach_the_script() -> None:
             plan(options(wrong), ALONE)
 
 
-def test_a_file_of_tpus_is_read_where_it_is_named(tmp_path: Path) -> None:
+def test_a_named_tpu_file_is_read(tmp_path: Path) -> None:
     Path("pod.yaml").write_text("tpu_env: [A=1]\ntpu_name: pod\ndowncast_bf16: 'yes'\n")
     found = options("num_processes: 1\ntpu_config_file: pod.yaml\n")
     assert (found["distributed_type"], found["tpu_env"], found.origin("tpu_name")) == ("XLA", ["A=1"], "config.yaml:2")
@@ -346,7 +346,7 @@ def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
         plan(options(size, cpu(num_processes=2, use_ddp=True)), ALONE)
 
 
-def test_how_long_machines_wait() -> None:
+def test_the_rendezvous_timeout_is_read() -> None:
     given = cpu(num_processes=2, num_machines=2, main_process_ip="10.0.0.7")
     assert plan(options("rdzv_conf: timeout=30\n", given), ALONE).machines.timeout == 30
     assert list(plan(options("rdzv_conf: timeout=30\n", cpu()), ALONE).ignored) == ["rdzv_conf"]
@@ -355,7 +355,7 @@ def test_how_long_machines_wait() -> None:
         plan(options("rdzv_conf: is_host=1\n", given), ALONE)
 
 
-def test_what_only_an_agent_can_do_has_one() -> None:
+def test_options_that_need_an_agent_start_one() -> None:
     assert not plan(options("", cpu()), ALONE).supervised
     for option in ({"tee": "3"}, {"log_dir": "logs"}, {"role": "worker"}, {"max_restarts": 1}):
         assert plan(options("", cpu(**option)), ALONE).supervised

@@ -81,7 +81,7 @@ def test_clipping_and_schedulers_go_by_windows() -> None:
 
 
 @pytest.mark.parametrize("limit", [3, 5])
-def test_windows_end_where_limit_train_batches_does(limit: int) -> None:
+def test_windows_end_at_limit_train_batches(limit: int) -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
     plain_loop(net, [windows(batches[:limit], 2)] * 2, sgd(net))
     train(Classifier(mine), batches, max_epochs=2, accumulate_grad_batches=2, limit_train_batches=limit)

@@ -167,7 +167,7 @@ def test_workers_of_a_stream_end_with_short_batches_each() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_two_ranks_weigh_their_parts_by_what_they_drew() -> None:
+def test_two_ranks_weight_their_batches_by_drawn_samples() -> None:
     for name in ("object", "transposed", "batch sampler", "stream"):
         make, sizes = LOADERS[name]
         net, mine = make_net().double(), make_net().double()

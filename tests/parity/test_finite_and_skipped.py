@@ -56,7 +56,7 @@ def test_the_run_stops_at_the_flush_and_names_the_step(by: float, at: int, every
     assert module.calls == last
 
 
-def test_no_checkpoint_holds_what_came_of_it(tmp_path: Path) -> None:
+def test_no_checkpoint_holds_the_non_finite_weights(tmp_path: Path) -> None:
     saving = tk.callbacks.ModelCheckpoint(
         tmp_path, every_n_train_steps=2, save_top_k=-1, save_last=True, save_on_exception=True
     )
@@ -69,7 +69,7 @@ def test_no_checkpoint_holds_what_came_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_dict", [False, True])
 @pytest.mark.parametrize("hook", ["on_after_backward", "on_train_batch_end"])
-def test_a_loss_whose_memory_is_written_again_is_the_one_that_was_returned(hook: str, as_dict: bool) -> None:
+def test_a_loss_whose_memory_is_reused_keeps_its_returned_value(hook: str, as_dict: bool) -> None:
     """As a compiled step does with its outputs, and a user who scales or clears a loss in place."""
 
     class Reusing(Spoiled):

@@ -162,7 +162,7 @@ class Thaws(Classifier):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_what_is_frozen_whole_or_read_between_backward_and_step() -> None:
+def test_frozen_ignored_and_inspected_parameters_train_as_one_process() -> None:
     for manual in (False, True):
         one = Thaws(manual)
         fsdp(one, 6)
@@ -231,7 +231,7 @@ class Counts(Classifier):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_what_a_rank_does_not_have_leaves_nothing_behind() -> None:
+def test_padding_batches_have_no_side_effects() -> None:
     """Uneven streams: rank 1 has two batches less; a validation of one sample gives it none at all."""
     results = []
     for strategy in ("ddp", FSDPStrategy()):

@@ -165,7 +165,7 @@ def test_a_checkpoint_continues_bit_for_bit() -> None:
         same(alone, other)
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_combinations_are_refused() -> None:
     with pytest.raises(StrategyError, match="every so many steps"):
         PostLocalSGD(0)
     with pytest.raises(StrategyError, match="static graph"):

@@ -212,7 +212,7 @@ def test_values_of_left_out_steps_are_not_published() -> None:
     assert all(value == value for _, value in rows)
 
 
-def test_what_cannot_go_back_is_refused() -> None:
+def test_engines_that_cannot_undo_a_step_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="loss scaling"):
         train(marked(), loader(samples()), callbacks=[NaNGuard()], precision="16-mixed", **RUN)
     with pytest.raises(ConfigurationError, match="read only once"):

@@ -206,7 +206,7 @@ def test_steps_samples_and_losses_are_those_of_one_process(tmp_path: Path, chain
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
-def test_what_changes_is_printed(tmp_path: Path, capsys: Any) -> None:
+def test_changed_batches_are_printed(tmp_path: Path, capsys: Any) -> None:
     run_distributed(regression, 2, str(tmp_path), 2, 2, False, {"global_batch_size": 8})
     regression(str(tmp_path), 1, 3, True, {"global_batch_size": 8})
     printed = capsys.readouterr().out

@@ -53,7 +53,7 @@ def net(rows: int = 99, where: str = "forward", rank: int | None = None, norm: b
     return Logging(Full(make_net(norm=norm).double(), rows, where, rank), sgd)
 
 
-def test_the_error_says_step_peak_and_what_to_change() -> None:
+def test_the_error_names_step_peak_and_fix() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
         train(net(3), doubled(make_batches(4)))
     notes = "\n".join(raised.value.__notes__)
@@ -150,7 +150,7 @@ def test_batches_are_divided_by_rows() -> None:
     assert rest["n"] == ["d", "e"]
 
 
-def test_what_cannot_be_repeated_is_refused() -> None:
+def test_steps_that_cannot_be_repeated_are_refused() -> None:
     class Manual(Logging):
         automatic_optimization = False
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_repeated_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_every_rank_repeats_what_one_cannot() -> None:
+def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
     batches = doubled(make_batches(9, last=3))
     for where in ("forward", "backward"):
         for k in (1, 2):

@@ -226,7 +226,7 @@ class SaveAndStop(tk.Callback):
             trainer.stop("good enough")
 
 
-def test_a_checkpoint_that_is_taken_ahead_of_a_validation_owes_it(tmp_path: Path) -> None:
+def test_a_checkpoint_before_a_due_validation_runs_it_on_resume(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save": False, "val_check_interval": 4}  # at steps 1, 2, 3 of an epoch of 4
     module = Everything(plateau)
     whole = run(tmp_path, module, SaveAndStop(tmp_path), **options)
@@ -300,7 +300,7 @@ def test_a_drawn_seed_is_in_the_checkpoint(tmp_path: Path) -> None:
     assert_same(again, module)
 
 
-def test_a_stream_is_read_up_to_where_the_run_was(tmp_path: Path) -> None:
+def test_a_resumed_stream_skips_the_batches_of_the_run(tmp_path: Path) -> None:
     def fit(module: Any, ckpt: Any = None) -> None:
         saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -365,7 +365,7 @@ def test_an_unchanged_learning_rate_is_the_live_one(tmp_path: Path, capsys: Any)
 
 
 @pytest.mark.parametrize("kind", ["lambda", "sequential"])
-def test_schedulers_go_on_from_where_they_were_with_the_new_rate(tmp_path: Path, kind: str) -> None:
+def test_schedulers_continue_with_the_new_rate(tmp_path: Path, kind: str) -> None:
     _, whole, _ = run(tmp_path, Everything(decayed(0.1, kind)))
     _, recorder, _ = run(tmp_path, Everything(decayed(0.05, kind)), ckpt=tmp_path / "step-00000005")
     expected = {step: pytest.approx(rate / 2) for step, rate in whole.rates.items() if step > 5}
@@ -423,7 +423,7 @@ def test_a_fit_from_a_checkpoint_in_a_process_that_has_trained_is_that_of_a_new_
     assert "lr: 0.4 as configured now, not 0.1" in capsys.readouterr().out
 
 
-def test_a_rate_in_a_tensor_that_a_schedule_writes_into_is_what_was_configured(tmp_path: Path, capsys: Any) -> None:
+def test_a_tensor_rate_keeps_its_configured_value_under_a_schedule(tmp_path: Path, capsys: Any) -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
         return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]

@@ -108,7 +108,7 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_what_is_each_ranks_own_what_is_gathered_and_what_is_refused() -> None:
+def test_averages_of_rank_local_and_gathered_weights_and_refused_cases() -> None:
     check_own_buffers(shared_directory())
     check_what_a_step_leaves_gathered()
     check_tied_weights_of_sixteen_bits(shared_directory())

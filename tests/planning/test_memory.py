@@ -22,7 +22,7 @@ class Mixed(nn.Module):
         self.norm = nn.BatchNorm1d(8)
 
 
-def test_it_is_what_a_trained_module_takes():
+def test_the_estimate_equals_the_memory_of_a_trained_module():
     for dtype in (torch.float32, torch.bfloat16):
         module = Mixed().to(dtype)
         optimizer = torch.optim.Adam(module.parameters(), capturable=False)

@@ -223,7 +223,7 @@ def test_8_bit_layers_are_fed_float32(mode: Any, base: str) -> None:
             torch.testing.assert_close(ours, p, atol=0.02, rtol=0.05)
 
 
-def test_what_cannot_be_quantised_is_refused_before_the_first_step() -> None:
+def test_modules_that_cannot_be_quantised_are_refused_before_the_first_step() -> None:
     class Trainable(Net):
         def __init__(self) -> None:
             super().__init__()

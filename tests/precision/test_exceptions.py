@@ -68,7 +68,7 @@ def test_under_autocast() -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_where_everything_is_cast() -> None:
+def test_exceptions_choose_the_dtype_of_modules_under_true_precision() -> None:
     given = {"LayerNorm": "32", "he*d": ModulePrecision(F32, output_dtype=F32)}
     module, _ = fit(TruePrecision(BF16, exceptions=given))
     assert module.seen == {"first": (BF16, BF16), "norm": (F32, BF16), "head": (F32, F32)}
@@ -174,7 +174,7 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
         (["tied"], "a weight that two modules share cannot have two dtypes\n  found: head.weight and tied.weight"),
     ],
 )
-def test_what_cannot_be_is_refused_before_the_first_step(exceptions: Any, told: str) -> None:
+def test_invalid_exceptions_are_refused_before_the_first_step(exceptions: Any, told: str) -> None:
     module = Net()
     module.tied = nn.Linear(8, 4)
     module.tied.weight = module.head.weight

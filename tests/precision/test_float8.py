@@ -94,7 +94,7 @@ def test_the_same_bits_as_a_plain_loop(recipe: Any, base: str, emulate: bool, tm
     assert equal(resumed, plain)
 
 
-def test_the_word_and_what_it_leaves_alone() -> None:
+def test_the_precision_word_converts_only_suitable_layers() -> None:
     module, fitted = Net(), trainer("fp8")
     with pytest.raises(PrecisionError, match=r"head \(3×16\)\n  fix:   exceptions=\['head'\]"):
         fitted.fit(module, batches())

@@ -82,7 +82,7 @@ def test_the_same_bits_as_torchao_by_hand(tmp_path: Path) -> None:
     assert module.trainer is trainer
 
 
-def test_what_torchao_refuses_is_an_error_before_the_first_step() -> None:
+def test_a_refusal_of_torchao_is_an_error_before_the_first_step() -> None:
     from torchao.quantization import Float8WeightOnlyConfig
 
     trainer = tk.Trainer(

@@ -157,7 +157,9 @@ def test_norms_that_it_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> No
     assert [type(part) is nn.LayerNorm for part in net] == [False, True, True]
 
 
-def test_words_and_what_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_precision_words_are_accepted_and_invalid_options_refused_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = Engine(monkeypatch, renamed=True)
     assert trainer("transformer-engine").precision_plugin.base.name == "bf16-true"
     assert trainer("transformer-engine-float16").precision_plugin.base.name == "16-true"

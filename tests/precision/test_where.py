@@ -51,7 +51,7 @@ def sign(precision: str, engine: str) -> str:
     return "○" if (precision, engine) in UNTESTED else "✓"
 
 
-def test_the_guide_shows_what_engines_declare() -> None:
+def test_the_guide_equals_the_declarations_of_the_engines() -> None:
     shown = table()
     assert shown == {name: [sign(name, engine) for engine in ENGINES] for name in shown}
     head = re.search(r"^\| precision \|(.*)\|$", PAGE.read_text(encoding="utf-8"), re.M)
@@ -97,7 +97,7 @@ def test_devices() -> None:
         BitsandbytesPrecision("nf4").check(torch.device("mps"), "single")
 
 
-def test_a_precision_without_a_device_runs_where_the_trainer_does() -> None:
+def test_a_precision_without_a_device_runs_on_the_trainers_device() -> None:
     precision = MixedPrecision(torch.float16)
     precision.check(torch.device("xpu"), "single")
     assert precision.forward_context().device == "xpu"  # type: ignore[union-attr]
@@ -130,7 +130,7 @@ def test_every_strategy_has_its_column() -> None:
     assert {cls.engine for cls in classes if cls is not strategies.Strategy} == set(ENGINES)
 
 
-def test_a_strategy_that_declares_no_row_is_in_none_whatever_its_name() -> None:
+def test_a_strategy_without_a_declared_row_is_in_no_row() -> None:
     """Names that begin with "pp" or "tp" used to be taken for meshes, on which fp8 is refused."""
 
     class Mine(strategies.Strategy):

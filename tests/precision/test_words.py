@@ -157,7 +157,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> No
         ("int8", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
     ],
 )
-def test_a_precision_of_a_vendor_says_what_it_needs(
+def test_a_vendor_precision_names_its_requirements(
     word: str, library: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [library, *(name for name in sys.modules if name.startswith(f"{library}."))]:
@@ -196,7 +196,7 @@ def test_a_registered_word(monkeypatch: pytest.MonkeyPatch) -> None:
     assert module.outside.weight.dtype == F64
 
 
-def test_batches_are_cast_wherever_their_tensors_are() -> None:
+def test_batches_are_cast_at_any_depth() -> None:
     precision = make_precision("bf16-true", "cpu")
     batch = precision.convert_batch({"a": (torch.ones(2), [torch.ones(2, dtype=torch.int32)]), "b": None, "c": "text"})
     assert batch["a"][0].dtype == BF16

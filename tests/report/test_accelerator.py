@@ -63,7 +63,7 @@ def test_the_journal_of_the_user_is_the_one_of_the_page(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"log_with": None, "project_dir": "project"}, {"log_with": ["mine"]}])
-def test_what_writes_no_report(tmp_path, options):
+def test_runs_without_a_journal_write_no_report(tmp_path, options):
     @tk.accelerator.trackers.register_tracker_class
     class Mine(tk.accelerator.trackers.GeneralTracker):
         name, tracker = "mine", None

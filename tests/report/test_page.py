@@ -113,7 +113,7 @@ def test_values_that_are_no_numbers_are_counted(tmp_path):
     assert data_of(render([run]))["runs"] == [run]
 
 
-def test_a_journal_is_read_on_where_it_ended(tmp_path):
+def test_a_journal_is_read_from_its_last_position(tmp_path):
     journal, run = tmp_path / "journal.jsonl", RunDirectory(tmp_path)
     journal.write_text("".join(f'{{"step": {step}, "time": 1, "loss": {step}}}\n' for step in range(2500)))
     pauses = []

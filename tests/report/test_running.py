@@ -176,7 +176,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     assert "report.html could not be written: IsADirectoryError" in lines[0]
 
 
-def test_what_writes_no_report(tmp_path):
+def test_runs_without_a_report_write_none(tmp_path):
     tk.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False).fit(TinyModule(), BATCHES)
     tk.Trainer(accelerator="cpu", devices=1, max_steps=1, barebones=True).fit(TinyModule(), BATCHES)
     with pytest.raises(tk.TrainerKitError, match="nothing to train on"):

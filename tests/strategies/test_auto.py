@@ -83,7 +83,7 @@ def check_the_choice() -> None:
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_divided_and_trains_alike() -> None:
+def test_a_model_that_does_not_fit_is_sharded_and_trains_alike() -> None:
     run_distributed(check_the_choice, 2)
 
 

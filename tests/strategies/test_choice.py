@@ -176,7 +176,7 @@ def test_a_sync_batch_norm_needs_an_accelerator() -> None:
     assert module.norms[0].weight is weight
 
 
-def test_what_a_strategy_says_of_itself() -> None:
+def test_strategies_describe_themselves() -> None:
     assert SingleDeviceStrategy("cpu").describe() == "single device: cpu"
     told = DDPStrategy(find_unused_parameters=True).describe()
     assert told.startswith("DistributedDataParallel on cpu")

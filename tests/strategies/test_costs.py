@@ -142,7 +142,7 @@ def check_model_axes() -> None:
 
 
 @pytest.mark.slow
-def test_reported_sizes_are_what_ranks_hold() -> None:
+def test_reported_sizes_equal_the_memory_of_ranks() -> None:
     run_distributed(check_what_ranks_hold, 2, timeout=110)
 
 
@@ -156,7 +156,7 @@ def sent(strategy: Any, ranks: int, module: nn.Module) -> list[str]:
     return list(strategy.costs(module, precision, ranks).exchanges)
 
 
-def test_what_a_step_sends() -> None:
+def test_the_traffic_of_a_step_is_reported() -> None:
     blocks = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Flatten())
     module = nn.Sequential(nn.Linear(16, 16, bias=False), blocks)
     assert sent(DDPStrategy(), 4, module) == ["gradients: all-reduce over 4 ranks"]
@@ -240,7 +240,7 @@ def test_nothing_of_the_users_optimizer_is_called(capsys: pytest.CaptureFixture[
     assert "an unknown number of optimizer state" in capsys.readouterr().err
 
 
-def test_an_optimizer_that_looks_at_values_says_nothing_beforehand() -> None:
+def test_the_costs_of_a_data_dependent_optimizer_are_unknown() -> None:
     layer = nn.Linear(4, 4)
     alone = Costs(layout="", parameters=0, gradients=0, stepped=list)
     optimizers = [torch.optim.Adafactor(layer.parameters()), torch.optim.LBFGS(layer.parameters())]

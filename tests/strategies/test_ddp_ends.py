@@ -19,5 +19,5 @@ def wrappers_left() -> int:
     return left if trainer.global_step == 2 else -1
 
 
-def test_no_wrapper_is_left_behind_a_fit() -> None:
+def test_no_wrapper_remains_after_a_fit() -> None:
     assert run_distributed(wrappers_left, 2) == [0, 0]

@@ -253,7 +253,7 @@ def the_json_names_what_the_module_does_not() -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
-def test_one_process_alone_offloads_and_what_the_engine_cannot_do_is_refused() -> None:
+def test_one_process_offloads_and_unsupported_options_are_refused() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # no launcher started this process
     options: dict[str, Any]

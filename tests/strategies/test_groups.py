@@ -27,7 +27,7 @@ from trainer_kit.testing import run_distributed
 CPU = torch.device("cpu")
 
 
-def test_a_group_of_one_is_what_a_group_of_many_would_be() -> None:
+def test_a_group_of_one_returns_the_results_of_a_larger_group() -> None:
     group, tensor = Alone(), torch.tensor([1.0, 2.0])
     for op in ("sum", "mean", "min", "max"):
         assert group.all_reduce(tensor.clone(), op).tolist() == [1.0, 2.0]

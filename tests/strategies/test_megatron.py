@@ -209,7 +209,7 @@ def dist_whole(value: Any) -> Tensor:
     return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
-def test_what_megatron_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
     with pytest.raises(StrategyError, match="pip install"):
         MegatronStrategy()
@@ -271,7 +271,7 @@ def test_every_key_of_accelerates_is_taken_or_refused() -> None:
             from_launcher({f"megatron_lm_{key}": value})
 
 
-def test_what_a_rank_holds_and_sends() -> None:
+def test_the_memory_and_traffic_of_a_rank_are_reported() -> None:
     module = Model()  # 212 parameters
     optimizer = torch.optim.Adam(module.parameters())
     strategy = object.__new__(MegatronStrategy)

@@ -208,7 +208,7 @@ def test_processes_that_draw_alike_find_it_out_by_one_number() -> None:
     assert len({digest({**state, "python": (3, (1, 2, 3), gauss)}) for gauss in (None, 0.0, 0.5)}) == 3
 
 
-def test_a_transform_changes_nothing_but_what_it_overrides() -> None:
+def test_a_transform_changes_only_the_methods_it_overrides() -> None:
     """The defaults of the contract: `ActivationCheckpointing` divides no batch and wraps no step."""
     transform, net = ActivationCheckpointing(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     transform.apply(net)

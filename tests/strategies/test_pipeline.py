@@ -120,7 +120,7 @@ def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
     assert torch.equal(run(split(model, 2, PipelinePlan(last=["head"])), torch.ones(1, 4)), expected)
 
 
-def test_what_stages_share_is_found() -> None:
+def test_parameters_shared_by_stages_are_found() -> None:
     layout = lay_out(Words(blocks=4, tied="ends, blocks"), PipelinePlan(), 2)
     assert layout.shared == [[("embedding.weight", 0), ("head.weight", 1)]]
     assert layout.repeated == [["layers.2.up.weight", "layers.3.up.weight"]]
@@ -196,7 +196,7 @@ def fit(make: Any) -> None:
     ],
 )
 @pytest.mark.slow
-def test_what_fails_on_the_last_stage_alone(make: Any, error: Any, what: str) -> None:
+def test_an_error_of_the_last_stage_is_raised(make: Any, error: Any, what: str) -> None:
     from trainer_kit.testing import run_distributed
 
     with pytest.raises(error, match=what):

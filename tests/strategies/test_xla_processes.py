@@ -195,7 +195,7 @@ def test_options_unsupported_on_several_processes_are_refused_before_the_first_s
 
 
 @pytest.mark.parametrize(("strategy", "accelerator"), [("xla", "auto"), ("auto", "tpu"), (XLAStrategy(), "auto")])
-def test_without_torch_xla_the_error_says_so(strategy: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torch_xla_the_error_names_it(strategy: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_kit.core.environment import Environment
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -33,7 +33,7 @@ def test_every_hook_of_the_specification_is_listened_to() -> None:
     assert hooks <= vars(type(recorder)).keys()
 
 
-def test_it_stands_where_it_was_added() -> None:
+def test_a_recorded_callback_keeps_its_position() -> None:
     seen: list[list[str]] = []
 
     class Before(Callback):
@@ -55,6 +55,6 @@ def test_two_records_are_independent() -> None:
     assert second
 
 
-def test_the_room_lists_what_it_gives() -> None:
+def test_the_package_lists_its_names() -> None:
     assert all(getattr(trainer_kit.testing, name) for name in trainer_kit.testing.__all__)
     assert {"TinyModule", "record_hooks"} <= set(dir(trainer_kit.testing))

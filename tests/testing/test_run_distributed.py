@@ -74,7 +74,7 @@ def test_one_rank_and_large_results() -> None:
     assert second.sum() == 300_000
 
 
-def test_ranks_stand_where_the_caller_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_in_the_callers_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OF_THE_TEST", "here")
     for rank, (here, directory, variable, group) in enumerate(run_distributed(_place, 2, process_group=False)):
         assert (here.rank, here.local_rank, here.world_size, here.local_world_size) == (rank, rank, 2, 2)
@@ -131,7 +131,7 @@ def test_no_process_is_left_after_a_hang(tmp_path: Path) -> None:
             os.kill(int((tmp_path / str(rank)).read_text()), 0)
 
 
-def test_what_cannot_be_pickled_is_refused() -> None:
+def test_arguments_that_cannot_be_pickled_are_refused() -> None:
     with pytest.raises(LaunchError, match="must be picklable"):
         run_distributed(lambda: None, 2)
     with pytest.raises(LaunchError, match="at least one rank"):

@@ -81,7 +81,7 @@ def test_it_is_taken_back_after_a_failure():
     assert "forward" not in module.blocks[0].__dict__
 
 
-def test_what_selects_nothing_is_refused():
+def test_a_selection_without_modules_is_refused():
     class Single(Net):
         def __init__(self):
             super().__init__()
@@ -93,7 +93,7 @@ def test_what_selects_nothing_is_refused():
         trainer(max_epochs=1, activation_checkpointing="Blok").fit(Net(), BATCHES)
 
 
-def test_an_engine_that_cannot_says_so_before_the_first_step():
+def test_an_engine_without_checkpointing_is_refused_before_the_first_step():
     class Engine(SingleDeviceStrategy):
         why_not_recomputed = "the engine does that"
 

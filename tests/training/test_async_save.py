@@ -243,7 +243,7 @@ def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
     assert any(name.startswith("optimizer_states.") for name in held[0])
 
 
-def test_buffers_follow_shapes_and_forget_what_is_gone():
+def test_buffers_follow_shapes_and_drop_removed_values():
     buffers = HostBuffers()
     first = buffers.copy("a", torch.ones(2))
     buffers.copy("b", torch.ones(2))
@@ -272,7 +272,7 @@ def test_every_accelerator_that_was_copied_from_is_waited_for(monkeypatch):
     assert sorted(map(str, waited)) == ["cuda:0", "cuda:1"]
 
 
-def test_an_error_of_the_thread_arrives_where_it_is_waited_for():
+def test_waiting_for_a_save_raises_the_error_of_its_thread():
     def fails():
         raise KeyError("inside")
 
@@ -348,7 +348,7 @@ def test_a_refused_save_is_raised_once_and_the_rescue_is_written(tmp_path):
     assert rescued.step == trainer.global_step > 2
 
 
-def test_what_fails_on_rank_0_alone_is_known_to_every_rank(tmp_path):
+def test_an_error_on_rank_0_is_raised_on_every_rank(tmp_path):
     run_distributed(fit_with_failures, 2, str(tmp_path), timeout=60)
 
 

@@ -45,7 +45,7 @@ def test_every_hook_of_the_specification_has_a_field():
     assert set(Bus.names()) | {"on_train_epoch_end_late"} == set(Bus.__annotations__)
 
 
-def test_callbacks_hear_trainer_and_module_by_position_and_the_module_hears_last():
+def test_callbacks_receive_trainer_and_module_by_position_and_precede_the_module():
     heard = []
 
     class Positional(Callback):
@@ -72,7 +72,7 @@ def test_order_is_early_normal_late_and_then_the_list():
     assert heard == ["early2", "early4", "normal1", "normal5", "late0", "late3"]
 
 
-def test_late_callbacks_hear_the_end_of_an_epoch_in_a_round_of_their_own():
+def test_late_callbacks_receive_the_end_of_an_epoch_after_all_others():
     heard = []
 
     class Ends(Callback):
@@ -129,7 +129,7 @@ def test_a_hook_on_the_instance_or_a_wrapped_hook_is_called():
     assert heard == ["around", "wrapped", "instance", "around", "wrapped", "lambda"]
 
 
-def test_the_datamodule_hears_of_exceptions_only_and_last():
+def test_the_datamodule_receives_only_exceptions_and_is_last():
     heard = []
 
     class Data(DataModule):

@@ -89,7 +89,7 @@ def test_every_generator_of_every_rank_sums_values_and_configuration(tmp_path: P
     assert "DistributedDataParallel" in about["strategy"]
 
 
-def test_the_configuration_is_never_restored_over_what_is_asked_for_now(tmp_path: Path) -> None:
+def test_a_restored_state_never_overrides_the_current_configuration(tmp_path: Path) -> None:
     Trainer(max_steps=2, barebones=True, accelerator="cpu", gradient_clip_val=0.5).fit(module := Keyed(), BATCHES)
     module.trainer.save_checkpoint(tmp_path / "c")
     again = Trainer(max_steps=3, barebones=True, accelerator="cpu")

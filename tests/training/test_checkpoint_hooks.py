@@ -134,7 +134,7 @@ def test_modules_without_the_hook_read_weights_and_hyperparameters_alone(
     assert read == [{"model", "hyper_parameters"}]
 
 
-def test_what_only_a_resumed_run_restores_is_known_by_name(saved: tuple[Keeps, Path, Path]) -> None:
+def test_a_full_checkpoint_adds_only_the_listed_parts_of_a_run(saved: tuple[Keeps, Path, Path]) -> None:
     full, alone = (set(read_manifest(path)["parts"]) for path in saved[1:])
     assert full - alone <= OF_A_RUN
     assert alone == {"model", "hyper_parameters", "epoch", "global_step", "vocabulary"}

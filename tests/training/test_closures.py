@@ -129,7 +129,7 @@ def test_a_closure_computes_gradients_at_the_weights_of_its_call(kind: type[SAM]
 
 
 @pytest.mark.parametrize("clip", [None, 0.05])
-def test_a_window_is_run_again_as_a_whole_and_clipped_as_it_was(clip: float | None) -> None:
+def test_a_closure_repeats_the_whole_window_with_the_same_clipping(clip: float | None) -> None:
     batches, net = make_batches(5, last=2), make_net()
     train(Classifier(net, sam), batches, accumulate_grad_batches=2, gradient_clip_val=clip)
     assert_same(net, plain_sam(make_net(), [batches[:2], batches[2:4], batches[4:]], clip))
@@ -380,7 +380,7 @@ def test_an_optimizer_that_steps_nothing_of_the_module_is_refused_before_the_fir
         train(Classifier(make_net(), configure), make_batches(2))
 
 
-def test_an_optimizer_with_further_parameters_says_that_they_are_not_saved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_with_foreign_parameters_warns_that_they_are_not_saved(capsys: pytest.CaptureFixture[str]) -> None:
     scale = nn.Parameter(torch.ones(()))
     trainer = tk.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.fit(

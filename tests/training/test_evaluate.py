@@ -108,7 +108,7 @@ def test_hooks_are_given_outputs_and_loader():
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_modules_are_in_evaluation_mode_without_gradients_and_afterwards_as_they_were(mode):
+def test_evaluation_sets_modes_and_gradients_and_restores_them(mode):
     seen = []
 
     class Looks(Plain):
@@ -192,7 +192,7 @@ def test_gradients_survive_validation_in_the_middle_of_an_epoch():
     assert seen == [True] * 3
 
 
-def test_an_exception_leaves_modes_and_gradients_as_they_were():
+def test_an_exception_restores_modes_and_gradients():
     class Fails(Net):
         def validation_step(self, batch, batch_idx):
             raise KeyError("mine")

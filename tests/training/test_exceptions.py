@@ -375,7 +375,7 @@ def test_an_exception_between_unscaling_and_stepping_does_not_scale_the_next_fit
     assert torch.equal(broken.layer.weight, whole.layer.weight)
 
 
-def test_a_trainer_whose_first_fit_failed_trains_like_a_new_one():
+def test_a_trainer_trains_like_a_new_one_after_a_failed_fit():
     class Fails(Tiny):
         fails = True
 
@@ -496,7 +496,7 @@ def test_a_window_that_failed_runs_again_after_a_resume(tmp_path, hook):
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_what_a_fit_held_is_let_go_when_it_ends(fails):
+def test_a_fit_releases_its_batches_when_it_ends(fails):
     """Whoever catches an error to try again with less needs the memory, and not when the collector comes by."""
     held = []
 

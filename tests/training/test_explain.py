@@ -69,7 +69,7 @@ def window(chosen):
     return 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
 
-def test_it_says_where_options_come_from(monkeypatch):
+def test_it_shows_the_source_of_options(monkeypatch):
     found = lines(trainer(precision="bf16-mixed").explain())
     assert found["chosen"] == "by accelerator: argument, precision: argument, accumulate_grad_batches: default"
     monkeypatch.setenv("TRAINER_KIT_MIXED_PRECISION", "bf16")
@@ -99,11 +99,11 @@ def test_it_says_where_options_come_from(monkeypatch):
         ({"max_epochs": None, "max_time": "00:01:00:00"}, "after 3600s"),
     ],
 )
-def test_it_says_when_the_run_ends(options, expected):
+def test_it_shows_the_end_of_the_run(options, expected):
     assert lines(trainer(**options).explain())["ends"] == expected
 
 
-def test_it_says_batches_and_steps_of_an_epoch():
+def test_it_shows_batches_and_steps_of_an_epoch():
     found = lines(trainer(accumulate_grad_batches=4).explain(Net(), loader()))
     assert found["batch"] == "2 a rank, 8 an optimizer step"
     assert found["steps/epoch"].startswith("3 (10 batches in windows of 4)")
@@ -127,7 +127,7 @@ def test_several_processes_are_counted_before_they_are_started():
     assert found["steps/epoch"].startswith("5 ")
 
 
-def test_the_loop_names_who_listens_in_order():
+def test_the_loop_lists_listeners_in_order():
     text = trainer(callbacks=[Second(), First()]).explain(Validates(), loader())
     found = lines(text)
     assert found["on_train_start"] == "First, Second, Validates"
@@ -142,14 +142,14 @@ def test_hooks_without_listeners_are_left_out():
     assert "on_train_end" not in text
 
 
-def test_validation_is_shown_where_there_is_a_step_for_it():
+def test_validation_is_shown_if_the_module_has_a_validation_step():
     assert "validation_step" not in trainer().explain(Net(), loader())
     assert "validation_step" in trainer().explain(Validates(), loader())
     assert "validation_step" in trainer().explain(type("Heir", (Validates,), {})(), loader())
     assert "validation_step" not in trainer(limit_val_batches=0).explain(Validates(), loader())
 
 
-def test_it_says_how_gradients_are_clipped_and_who_steps():
+def test_it_shows_clipping_and_the_owner_of_the_step():
     found = trainer(gradient_clip_val=0.5).explain(Net(), loader())
     assert "by norm to 0.5" in found
     module = Net()
@@ -157,7 +157,7 @@ def test_it_says_how_gradients_are_clipped_and_who_steps():
     assert trainer().explain(module, loader()).count("manual") == 2
 
 
-def test_it_says_what_a_rank_holds_and_sends():
+def test_it_shows_the_memory_and_traffic_of_a_rank():
     module = Net()
     text = trainer(devices=2, accumulate_grad_batches=4).explain(module, loader())
     assert "a rank holds 8 B of parameters, 8 B of gradients, 0 B of optimizer state" in text
@@ -192,7 +192,7 @@ def test_a_datamodule_is_set_up_first():
         assert lines(trainer().explain(Net(), **given))["steps/epoch"].startswith("10 ")
 
 
-def test_what_cannot_run_is_refused_here_too():
+def test_a_run_that_cannot_start_is_refused():
     with pytest.raises(ConfigurationError, match="no TrainModule"):
         trainer().explain(torch.nn.Linear(1, 1))
 

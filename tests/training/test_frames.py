@@ -70,13 +70,13 @@ def frames_to_step(**options):
 
 
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
-def test_few_frames_stand_between_fit_and_the_user_s_step(options):
+def test_fit_adds_few_frames_above_the_users_step(options):
     names = frames_to_step(**options)
     assert len(names) <= MOST_FRAMES, names
 
 
 @pytest.mark.world_size(2)
-def test_few_frames_stand_between_under_ddp_too():
+def test_ddp_adds_few_frames_above_the_users_step():
     names = frames_to_step(strategy="ddp", devices=2)
     assert len(names) <= MOST_FRAMES + 1, names  # one more: DDP is entered through its own forward
 

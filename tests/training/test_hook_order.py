@@ -422,7 +422,7 @@ def test_minus_one_from_on_train_batch_start_ends_the_epoch(says):
     assert (trainer.current_epoch, trainer.global_step, trainer.progress.batch) == (2, 4, 4)
 
 
-def test_everybody_hears_the_start_of_the_batch_that_ends_the_epoch():
+def test_every_listener_receives_the_start_of_the_batch_that_ends_the_epoch():
     heard = []
 
     class Ends(Callback):
@@ -490,7 +490,7 @@ def test_modes_are_right_in_every_hook(make_cast):
         assert found == {("validation" not in hook, False)}, hook
 
 
-def test_a_hook_sees_what_it_is_in():
+def test_a_hook_sees_the_current_stage():
     states = {}
 
     class Looks(Callback):

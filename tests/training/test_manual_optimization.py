@@ -94,7 +94,7 @@ def test_a_gan_equals_the_loop_written_by_hand_in_every_bit(clip):
     assert all(parameter.requires_grad for parameter in module.parameters())
 
 
-def test_a_turn_is_one_batch_whatever_the_optimizers_do():
+def test_one_batch_is_one_turn_regardless_of_optimizer_steps():
     class Lazy(Pair):
         def training_step(self, batch, batch_idx):
             if batch_idx % 2:
@@ -174,7 +174,7 @@ def test_one_optimizer_and_one_scheduler_come_without_a_list():
 
 
 @pytest.mark.parametrize("built", ["on_fit_start", "training_step"])
-def test_schedulers_of_torch_take_what_optimizers_returns(built):
+def test_schedulers_of_torch_accept_the_returned_optimizers(built):
     kinds = torch.optim.lr_scheduler
 
     class Schedules(Pair):
@@ -367,7 +367,7 @@ def test_resume_restores_each_optimizer(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 1.0}, {"accumulate_grad_batches": 2}])
-def test_what_the_user_does_by_hand_is_refused_as_an_argument(options):
+def test_arguments_that_manual_optimization_replaces_are_refused(options):
     with pytest.raises(ConfigurationError, match="manual optimization"):
         Trainer(max_steps=1, **options, **QUIET).fit(Pair(), batches())
 
@@ -398,7 +398,7 @@ def test_toggling_twice_is_refused():
         Trainer(max_steps=1, **QUIET).fit(Twice(), batches())
 
 
-def test_what_the_step_returns_reaches_the_hooks():
+def test_outputs_of_the_step_reach_the_hooks():
     class Returns(Pair):
         def training_step(self, batch, batch_idx):
             return {"loss": self.losses(batch)[0](), "extra": 3}

@@ -37,21 +37,19 @@ def test_a_limit_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_last_starts_from_the_beginning_where_there_is_no_checkpoint_yet(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(TinyModule(), BATCHES, ckpt_path="last")
     assert trainer.global_step == 3
     assert capsys.readouterr().out == f"no checkpoint below {tmp_path} yet: this run starts from the beginning\n"
 
 
-def test_last_is_an_error_where_weights_are_to_be_tested(tmp_path: Path) -> None:
+def test_testing_last_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint below"):
         quiet(default_root_dir=tmp_path).test(TinyModule(), BATCHES, ckpt_path="last")
 
 
-def test_a_log_outside_a_trainer_warns_where_it_stands() -> None:
+def test_a_log_without_a_trainer_warns_at_the_calling_line() -> None:
     with pytest.warns(UserWarning, match=r"log\('x'\) outside a Trainer") as caught:
         TinyModule().log("x", 1.0)
     assert caught[0].filename == __file__

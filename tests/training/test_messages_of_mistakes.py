@@ -111,7 +111,7 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
         Trainer(**QUIET, max_epochs=2).fit(TinyModule(), [torch.randn(4, 32)], ckpt_path=tmp_path / "checkpoints")
 
 
-def test_an_attribute_of_lightnings_trainer_says_what_to_use_instead():
+def test_a_missing_lightning_attribute_names_its_replacement():
     trainer = Trainer(barebones=True)
     with pytest.raises(AttributeError, match=r"no validate_loop: trainer\.validate returns the values"):
         trainer.validate_loop = None

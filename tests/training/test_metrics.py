@@ -320,7 +320,7 @@ def test_a_logged_value_keeps_no_graph():
 
 
 @pytest.mark.parametrize("kind", ["buffer", "parameter", "view"])
-def test_a_value_that_changes_in_place_later_is_logged_as_it_was(kind):
+def test_a_value_that_changes_in_place_later_keeps_its_logged_value(kind):
     class Moves(Net):
         def __init__(self):
             super().__init__()
@@ -362,7 +362,7 @@ def test_logger_false_keeps_a_value_from_the_loggers_only():
     assert trainer.progress_bar_metrics == {"a": 4.0}
 
 
-def test_only_what_asks_for_it_is_in_the_bar():
+def test_only_values_with_prog_bar_are_in_the_bar():
     def log(m, v):
         m.log("a", v, prog_bar=True, on_epoch=True)
         m.log("b", v)
@@ -377,7 +377,7 @@ def test_every_logger_gets_every_value():
     assert first.rows == second.rows != []
 
 
-def test_a_value_called_step_is_where_the_others_stand():
+def test_a_value_named_step_is_logged_like_the_others():
     rows = Rows()
 
     def log(m, v):
@@ -389,7 +389,7 @@ def test_a_value_called_step_is_where_the_others_stand():
     assert rows.of("step") == []
 
 
-def test_the_journal_has_what_a_logger_raises_at(tmp_path, capsys):
+def test_the_journal_has_values_that_a_logger_fails_on(tmp_path, capsys):
     class Down(Rows):
         log_dir = str(tmp_path / "run")
 
@@ -457,7 +457,7 @@ def test_a_metric_object_is_reduced_for_hooks_at_the_end_of_an_epoch():
 
 @pytest.mark.parametrize("order", ["early", "normal", "late"])
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_epoch_end"])
-def test_what_end_of_epoch_hooks_log_belongs_to_that_epoch(hook, order):
+def test_values_logged_at_the_end_of_an_epoch_belong_to_that_epoch(hook, order):
     def log(self, trainer, module):
         module.log("from_callback", float(trainer.current_epoch))
 
@@ -468,7 +468,7 @@ def test_what_end_of_epoch_hooks_log_belongs_to_that_epoch(hook, order):
 
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_epoch_end"])
-def test_what_end_of_epoch_hooks_log_reaches_monitors_of_the_same_epoch(hook):
+def test_values_logged_at_the_end_of_an_epoch_reach_its_monitors(hook):
     seen = []
 
     class Monitor(Callback):
@@ -538,7 +538,7 @@ def test_several_loaders_have_a_name_each():
     assert numbers(trainer.callback_metrics) == {"a/dataloader_idx_0": 2.0, "a/dataloader_idx_1": 1.0}
 
 
-def test_step_and_epoch_stand_before_the_loader_in_a_name():
+def test_step_and_epoch_precede_the_loader_in_a_name():
     trainer = fit(Net(val=lambda m, v: m.log("a", v, on_step=True)), [loader(), loader(3, 1)])
     assert trainer.rows.of("a_step/dataloader_idx_0") == [(1, 0.5), (2, 2.5), (3, 4.0)]
     assert trainer.rows.of("a_step/dataloader_idx_1") == [(1, 0.0), (2, 1.0), (3, 2.0)]
@@ -631,7 +631,7 @@ def test_hooks_without_steps_refuse_steps(hook):
 
 
 @pytest.mark.parametrize("hook", CLOSED)
-def test_hooks_that_no_value_belongs_to_refuse_it_by_name(hook):
+def test_logging_is_refused_in_hooks_without_a_step(hook):
     with pytest.raises(LogError, match=rf"(?s)'a' cannot be logged in {hook}.*fix: "):
         fit(Net(), loader(), callbacks=logging_in(hook), num_sanity_val_steps=1)
 

@@ -71,7 +71,7 @@ def test_a_layer_that_cannot_be_described_does_not_hide_the_error():
     assert notes(error) == []
 
 
-def test_errors_of_the_library_and_interrupts_stay_as_they_are():
+def test_library_errors_and_interrupts_are_not_wrapped():
     class Logs(Net):
         def training_step(self, batch, batch_idx):
             self.log("x", torch.ones(2))

@@ -117,7 +117,7 @@ def test_values_of_an_inner_module_are_means_over_ranks() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_padding_batch_leaves_what_an_inner_module_keeps_as_it_was() -> None:
+def test_a_padding_batch_does_not_change_the_state_of_an_inner_module() -> None:
     """Two ranks with three batches under FSDP: the one that has none runs an earlier batch, which nothing may count."""
     torch.manual_seed(0)
     module = Outer()

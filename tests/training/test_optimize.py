@@ -123,7 +123,7 @@ def test_options_of_a_scheduler():
     assert {name: getattr(found, name) for name in config} == config
 
 
-def test_a_plateau_is_known_as_one_and_its_monitor_may_stand_outside():
+def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict():
     def configure(m):
         optimizer = sgd(m)
         return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}
@@ -154,7 +154,7 @@ def test_a_plateau_is_known_as_one_and_its_monitor_may_stand_outside():
         (lambda m: {"a": sgd(m), "b": sgd(m.other)}, r"(?s)share a parameter.*'a' and 'b'"),
     ],
 )
-def test_what_cannot_be_read_is_refused(configure, said):
+def test_malformed_optimizer_configurations_are_refused(configure, said):
     with pytest.raises(ConfigurationError, match=said):
         made(configure)
 
@@ -245,7 +245,7 @@ def test_a_missing_metric_is_an_error_that_lists_the_logged_ones():
         fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))
 
 
-def test_a_missing_metric_may_be_passed_over():
+def test_a_missing_metric_is_skipped_if_strict_is_false():
     scheduler = Counting()
     config = {"scheduler": scheduler, "monitor": "val_loss", "reduce_on_plateau": True, "strict": False}
     fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))

@@ -294,7 +294,7 @@ def fitted(tmp_path):
     return SimpleNamespace(trainer=trainer, model=model, data=data, logger=logger, printer=printer, best=best)
 
 
-def test_hooks_see_what_they_ask_the_trainer_for(fitted):
+def test_hooks_can_read_the_attributes_of_the_trainer(fitted):
     setup, *facts, sanity, last1, epoch1, last2, epoch2, teardown = fitted.printer.calls
     assert (setup, teardown) == (("setup", "fit"), ("teardown", "fit"))
     assert facts == [

@@ -43,7 +43,7 @@ class HearsEpochs(Callback):
 
 
 @pytest.mark.world_size(2)
-def test_a_callback_of_rank_0_alone_may_hear_what_it_likes():
+def test_a_callback_on_rank_0_alone_can_override_any_hook():
     trainer = Trainer(**QUIET, callbacks=[HearsEpochs()] if rank() == 0 else [])
     trainer.fit(TinyModule(), loader(8), loader(8))
     assert trainer.global_step == 2
@@ -114,7 +114,7 @@ class KillsItself:
 
 
 @pytest.mark.world_size(2)
-def test_ranks_leave_together_when_a_signal_reaches_one_behind_the_agreement(tmp_path):
+def test_ranks_stop_together_when_a_signal_arrives_after_the_agreement(tmp_path):
     trainer = Trainer(
         **{**OPTIONS, "max_epochs": 100, "logger": KillsItself()}, log_every_n_steps=25, default_root_dir=tmp_path
     )
@@ -126,7 +126,7 @@ def test_ranks_leave_together_when_a_signal_reaches_one_behind_the_agreement(tmp
 
 
 @pytest.mark.world_size(2)
-def test_a_metric_object_counts_where_a_rank_has_no_batch():
+def test_a_metric_object_is_reduced_on_a_rank_without_a_batch():
     torchmetrics = pytest.importorskip("torchmetrics")
 
     class Module(TinyModule):

@@ -36,7 +36,7 @@ def test_a_step_is_the_last_value_alone():
         assert reduced([entry("a", [9.0, 4.0], [1.0, 3.0], kind)], step=True, group=None) == [4.0]
 
 
-def test_values_keep_the_order_of_the_entries_whatever_their_kind():
+def test_values_of_all_kinds_keep_the_order_of_the_entries():
     entries = [entry("a", [1.0]), entry("b", [2.0], kind=torch.median), entry("c", [3.0], kind="max")]
     assert reduced(entries, step=False, group=None) == [1.0, 2.0, 3.0]
 
@@ -121,7 +121,7 @@ def test_other_reductions_over_ranks(kind, expected):
 
 
 @pytest.mark.world_size(2)
-def test_each_rank_keeps_its_own_value_where_it_is_not_synchronised():
+def test_each_rank_keeps_its_own_value_without_sync_dist():
     trainer = fit(Net(lambda m, b: m.log("a", float(rank()), on_step=False, on_epoch=True, sync_dist=False)))
     assert values(trainer, "a") == [rank()]
 
@@ -161,7 +161,7 @@ def test_validation_is_weighted_over_ranks():
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(("count", "validated"), [(8, 4), (7, 3)], ids=["even", "uneven last batches"])
-def test_what_end_of_epoch_hooks_log_is_reduced_over_ranks(count, validated):
+def test_values_logged_at_the_end_of_an_epoch_are_reduced_over_ranks(count, validated):
     class Ends(Net):
         def on_train_epoch_end(self):
             self.log("end", float(rank()))
@@ -175,7 +175,7 @@ def test_what_end_of_epoch_hooks_log_is_reduced_over_ranks(count, validated):
 
 
 @pytest.mark.world_size(2)
-def test_a_metric_object_is_reduced_over_ranks_by_itself():
+def test_a_metric_object_reduces_itself_over_ranks():
     from torchmetrics import MeanMetric
 
     class WithMetric(Net):

@@ -75,7 +75,7 @@ def test_a_stop_in_a_step_is_granted_at_its_end():
 
 
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_train_step_end"])
-def test_a_stop_after_the_optimizer_step_belongs_to_that_step(hook):
+def test_a_stop_after_the_optimizer_step_is_granted_at_that_step(hook):
     trainer = fit(acting(hook, stop, lambda trainer: trainer.global_step == 2))
     assert (trainer.global_step, trainer.current_epoch) == (2, 0)
 
@@ -159,7 +159,7 @@ def test_a_stop_that_waits_can_be_withdrawn():
         assert fit(once, back, min_steps=6).global_step == steps
 
 
-def test_a_limit_ahead_of_the_minimum_ends_the_run_not_the_request_that_waits(capsys):
+def test_a_limit_below_the_minimum_ends_the_run_before_a_waiting_request(capsys):
     trainer = fit(acting("on_train_batch_end", stop), min_steps=9, max_steps=5)
     assert trainer.global_step == 5
     assert not trainer.should_stop
@@ -238,7 +238,7 @@ def test_validation_runs_at_the_end_of_the_step_that_asked(hook):
     assert validations(acting(hook, ask_validation, lambda trainer: trainer.global_step == step)) == [2, 4]
 
 
-def test_validation_asked_for_where_it_runs_anyway_runs_once():
+def test_a_requested_validation_that_is_due_anyway_runs_once():
     at_end = acting("on_train_batch_end", ask_validation, lambda trainer: trainer.global_step == 4)
     assert validations(at_end) == [4]
     assert validations(acting("on_train_epoch_end", ask_validation)) == [4]

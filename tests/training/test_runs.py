@@ -105,7 +105,7 @@ def test_a_run_without_checkpoints_leaves_no_files(tmp_path, script):
     assert os.listdir(tmp_path) == []
 
 
-def test_a_failed_run_is_taken_up_where_it_was_saved(tmp_path, script, capsys):
+def test_a_failed_run_continues_from_its_checkpoint(tmp_path, script, capsys):
     script()
     first = fit(broken=5)
     assert record(first.log_dir).status == "failed"
@@ -129,7 +129,7 @@ def test_without_the_word_a_new_run_starts(script, capsys):
     assert capsys.readouterr().out == ""
 
 
-def test_an_unfinished_run_is_taken_up_although_a_later_one_has_finished(script):
+def test_an_unfinished_run_continues_although_a_later_one_has_finished(script):
     script()
     first = fit(broken=5)
     execution = script()
@@ -197,7 +197,7 @@ def test_a_script_that_died_while_it_recorded_its_end_is_loaded(script, monkeypa
     assert [Path(fit().log_dir).name for _ in range(2)] == ["version_0", "version_1"]
 
 
-def test_what_a_request_stopped_stays_stopped(script, capsys):
+def test_a_run_stopped_by_a_request_does_not_continue(script, capsys):
     class Stops(tk.Callback):
         def on_train_step_end(self, trainer, module):
             if trainer.global_step == 6:
@@ -261,7 +261,7 @@ def test_a_seed_that_torch_drew_from_64_bits_is_kept_in_the_record(script, capsy
     assert "resuming from step 3 (verified)" in capsys.readouterr().out
 
 
-def test_a_restart_resumes_what_it_restarts(script, capsys):
+def test_a_restart_resumes_the_run_that_it_restarts(script, capsys):
     job = {"slurm 71": False}
     script(["--lr", "1"], job)
     first = fit(broken=5, resume=None)
@@ -338,7 +338,7 @@ def test_weights_alone_are_not_resumed(script, capsys):
     assert "resuming from step 3 (verified)" in capsys.readouterr().out
 
 
-def test_an_evaluation_ahead_of_the_fit_writes_to_the_run(script):
+def test_an_evaluation_before_the_fit_writes_to_the_run(script):
     script()
     first = fit(broken=5)
     script()
@@ -368,7 +368,7 @@ def test_a_directory_that_moved_with_the_loggers_version(script):
     assert (trainer.global_step, trainer.log_dir) == (8, first.log_dir)
 
 
-def test_a_damaged_checkpoint_is_passed_by(script, capsys):
+def test_a_damaged_checkpoint_is_skipped(script, capsys):
     script()
     first = fit(broken=7, callbacks=[ModelCheckpoint("all", every_n_train_steps=1, save_top_k=-1)])
     (Path(first.log_dir, "checkpoints", "step-00000006") / "state.json").write_text("{}")
@@ -380,7 +380,7 @@ def test_a_damaged_checkpoint_is_passed_by(script, capsys):
     assert "resuming from step 6 (verified)" in said
 
 
-def test_somebody_elses_file_stays(script, tmp_path, capsys):
+def test_a_file_of_another_owner_is_not_replaced(script, tmp_path, capsys):
     script()
     (tmp_path / "run.json").write_text('{"mine": 1}')
     fit(logger=False)
@@ -406,7 +406,7 @@ def edited(file, change):
     [{"status": 3}, {"checkpoints": "x"}, {"number": None}, {"key": None}, None],
     ids=["status", "checkpoints", "number", "key", "all"],
 )
-def test_a_malformed_record_is_refused_beside_its_checkpoints(script, change):
+def test_a_malformed_record_next_to_checkpoints_is_refused(script, change):
     script()
     trainer = fit(broken=5)
     file = Path(trainer.log_dir, "run.json")
@@ -444,7 +444,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("logger", ["csv", False])
 @pytest.mark.parametrize(("damage", "words"), DAMAGE.items(), ids=[damage.__name__ for damage in DAMAGE])
-def test_no_run_starts_in_silence_beside_checkpoints_of_a_lost_record(script, tmp_path, capsys, logger, damage, words):
+def test_starting_next_to_checkpoints_of_a_lost_record_is_reported(script, tmp_path, capsys, logger, damage, words):
     script()
     first = fit(broken=5, logger=logger)
     damage(first.run_dir / "run.json")
@@ -467,7 +467,7 @@ def test_no_run_starts_in_silence_beside_checkpoints_of_a_lost_record(script, tm
         fit(logger=logger)
 
 
-def test_a_lost_record_beside_a_sound_one_of_an_unfinished_run(script):
+def test_a_lost_record_does_not_hide_an_intact_unfinished_run(script):
     script()
     fit(broken=5)
     execution = script()
@@ -504,7 +504,7 @@ def test_a_lost_record_without_checkpoints_costs_nothing(script, capsys):
 
 
 @pytest.mark.parametrize("damage", [_truncate, _edit])
-def test_a_restart_does_not_start_from_the_beginning_beside_a_lost_record(script, damage):
+def test_a_restart_next_to_a_lost_record_does_not_start_from_the_beginning(script, damage):
     script((), {"slurm 71": False})
     first = fit(broken=5, resume=None)
     damage(first.run_dir / "run.json")
@@ -541,7 +541,7 @@ def test_a_run_that_was_moved_with_its_script_is_continued(script, monkeypatch, 
     assert not (tmp_path / "old").exists()
 
 
-def test_a_run_behind_a_symbolic_link_is_continued(script, monkeypatch, tmp_path, capsys):
+def test_a_run_below_a_symbolic_link_is_continued(script, monkeypatch, tmp_path, capsys):
     (tmp_path / "disk").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     script()
@@ -627,7 +627,7 @@ def test_a_record_that_cannot_be_written_is_an_error_before_the_first_step(scrip
         tk.Trainer(logger=JSONLLogger("logs"), callbacks=ModelCheckpoint("kept"), **QUIET).fit(TinyModule(), BATCHES)
 
 
-def test_where_code_is_typed_in_the_newest_counts(tmp_path):
+def test_an_interactive_session_continues_the_newest_run(tmp_path):
     """As in a notebook, here under pytest: there is no script whose fits could be counted."""
     first = fit(broken=5)
     assert (record(first.log_dir).script, record(first.log_dir).fit) == ("", 0)
@@ -637,7 +637,7 @@ def test_where_code_is_typed_in_the_newest_counts(tmp_path):
 
 
 @pytest.mark.world_size(2)
-def test_several_ranks_take_up_the_same_run(tmp_path):
+def test_several_ranks_continue_the_same_run(tmp_path):
     options = {"max_epochs": 2, "resume": "auto", "logger": "csv", "strategy": "ddp", "default_root_dir": tmp_path}
     seeds = []
     for broken in (3, None):

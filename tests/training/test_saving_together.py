@@ -162,7 +162,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     a_rank_that_is_not_heard_of_in_time(tmp_path / "late")
 
 
-def test_an_abandoned_rank_does_its_part_of_what_ranks_do_together(tmp_path: Path) -> None:
+def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(tmp_path: Path) -> None:
     """A second signal reaches one rank; the others wait for it wherever they do something together."""
     did, told = list[str](), list[str]()
 

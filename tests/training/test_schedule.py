@@ -82,7 +82,7 @@ def test_looking_only_when_due_misses_nothing():
                 assert run(plans[0], window=window, epochs=3) == run(plans[1], window=window, epochs=3, skip=False)
 
 
-def test_a_resumed_run_over_epoch_borders_does_not_validate_what_was_validated():
+def test_a_resumed_run_over_epoch_borders_does_not_repeat_a_validation():
     plan = schedule(validate_every=Duration(20, "ba"), across_epochs=True)
     progress = Progress(epoch=5, batch=52, step=52, epoch_batch=2)
     plan.mark_checked(progress)
@@ -94,7 +94,7 @@ def test_a_resumed_run_over_epoch_borders_does_not_validate_what_was_validated()
     assert not plan.validation_due(progress)
 
 
-def test_a_resumed_run_in_the_middle_of_an_epoch_does_not_validate_what_was_validated():
+def test_a_run_resumed_in_the_middle_of_an_epoch_does_not_repeat_a_validation():
     plan = schedule(validate_every=Duration(2, "ba"))
     plan.start_epoch(Progress(epoch=1, batch=15, step=15, epoch_batch=5))
     assert not plan.validation_due(Progress(epoch=1, batch=15, step=15, epoch_batch=5))
@@ -112,7 +112,7 @@ def test_a_resumed_run_in_the_middle_of_an_epoch_does_not_validate_what_was_vali
         ({"max_duration": Duration(3.0, "s")}, Progress(seconds=2.9), Progress(seconds=3.1)),
     ],
 )
-def test_a_limit_ends_the_run_and_says_which(limit, before, at):
+def test_a_limit_ends_the_run_and_is_named(limit, before, at):
     plan = schedule(**limit)
     assert plan.finished(before) is None
     assert next(iter(limit)) in plan.finished(at)
@@ -140,7 +140,7 @@ def test_it_is_due_at_each_flush_and_at_the_last_step_and_never_in_the_past():
     assert [plan.due(Progress(step=step), 1) for step in (0, 6, 7, 9, 10)] == [7, 7, 10, 10, 11]
 
 
-def test_it_is_due_every_so_often_even_where_nothing_else_is():
+def test_it_is_due_at_its_interval_without_other_events():
     assert schedule(log_every=10**9).due(Progress(step=1000), 1) <= 1256
 
 

@@ -74,7 +74,7 @@ def test_each_fit_reads_the_seed_again():
         assert order(trainer) == expected[seed]
 
 
-def test_seed_everything_stands_above_torch():
+def test_seed_everything_overrides_torchs_seed():
     expected = order(make(seed=7))
     tk.seed_everything(7)
     torch.manual_seed(8)

@@ -148,7 +148,7 @@ def test_each_loss_reaches_only_its_own_parameters():
     assert torch.equal(module.discriminator.weight.grad, gradients[0])
 
 
-def test_a_loss_of_none_leaves_its_optimizer_where_it_is():
+def test_a_loss_of_none_skips_the_step_of_its_optimizer():
     class Turns(Gan):
         def training_step(self, batch, batch_idx):
             losses = self.losses(batch)
@@ -216,7 +216,7 @@ def test_each_name_may_have_its_scheduler():
     assert trainer.lr_scheduler_configs[0].optimizer is trainer.optimizers[0]
 
 
-def test_overrides_hear_of_each_optimizer():
+def test_overrides_are_called_for_each_optimizer():
     heard = []
 
     class Overrides(Gan):

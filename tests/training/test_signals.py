@@ -175,7 +175,7 @@ def test_without_checkpoints_nothing_is_written(tmp_path, capsys, number):
 
 @NUMBERS
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_end", "on_fit_end"])
-def test_where_no_step_runs_everything_is_torn_down_all_the_same(number, hook):
+def test_a_signal_outside_a_step_runs_the_teardown(number, hook):
     trainer = fit(number, hook, enable_checkpointing=False)
     assert trainer.global_step == (8 if hook.endswith("_end") else 0)
 

@@ -159,7 +159,7 @@ def test_a_new_rate_reaches_the_schedule(saved):
     assert made.lr_scheduler_configs[0].scheduler.base_lrs == [0.8]
 
 
-def test_the_state_of_a_callback_that_is_gone_is_passed_over(saved):
+def test_the_state_of_a_removed_callback_is_skipped(saved):
     assert resume(saved[1]).global_step == 9
 
 
@@ -221,7 +221,7 @@ def test_hooks_may_add_to_a_checkpoint_and_read_it_back(tmp_path):
     assert seen[0]["table"].tolist() == [0, 1, 2]
 
 
-def test_what_a_checkpoint_cannot_hold_is_refused_before_the_first_step(tmp_path):
+def test_values_that_a_checkpoint_cannot_hold_are_refused_before_the_first_step(tmp_path):
     from trainer_kit.callbacks import ModelCheckpoint
 
     class Holds(Remembers):
@@ -292,7 +292,7 @@ def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
     assert restore_optimizer(ALONE, adam, owned_parameters(ALONE, adam), saved, {}, print) == {}
 
 
-def test_options_as_they_were_configured_are_copies():
+def test_configured_options_are_copies():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     before = configured(optimizer)
     optimizer.param_groups[0]["lr"] = 9.0
@@ -395,7 +395,7 @@ class Inside(Callback):
 
 
 @pytest.mark.parametrize(("where", "said"), [({"batch": 3}, True), ({"at": 1}, False)])
-def test_a_checkpoint_from_inside_a_step_says_so(tmp_path, capsys, where, said):
+def test_a_checkpoint_from_inside_a_step_is_reported(tmp_path, capsys, where, said):
     keeper = Inside(tmp_path, **where)
     options = {"max_epochs": 1, "barebones": True, "accelerator": "cpu", "accumulate_grad_batches": 2}
     Trainer(**options, callbacks=keeper).fit(Left(), [torch.ones(2, 1)] * 4)
@@ -418,7 +418,7 @@ class Hears(Callback):
         module.log("begun", torch.rand(()), reduce_fx="sum")
 
 
-def test_what_a_resumed_run_calls_again_draws_and_logs_without_a_trace(tmp_path):
+def test_hooks_repeated_by_a_resume_have_no_side_effects(tmp_path):
     batches, ends = [torch.ones(2, 1)] * 4, []
     for ckpt in (None, tmp_path / "inside"):
         torch.manual_seed(1 if ckpt is None else 2)

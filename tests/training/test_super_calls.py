@@ -124,7 +124,7 @@ def test_every_hook_forwards_to_its_default(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("owner", ["module", "datamodule"])
-def test_the_default_transfer_moves_what_the_override_leaves(owner: str) -> None:
+def test_the_default_transfer_moves_the_tensors_that_the_override_does_not(owner: str) -> None:
     """Lightning's documented pattern: one kind of batch by hand, all others through super()."""
     moved = []
 
@@ -153,7 +153,7 @@ def test_the_default_prediction_takes_a_loader_index(arguments: tuple[int, ...])
     assert Passes().predict_step(batch=[torch.ones(1, 4)], batch_idx=0).shape == (1, 2)
 
 
-def test_what_has_no_default_says_so() -> None:
+def test_a_step_without_a_default_warns() -> None:
     module = TrainModule()
     with pytest.warns(UserWarning, match="training_step has no default"):
         assert module.training_step(None, 0) is None

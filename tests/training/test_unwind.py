@@ -43,7 +43,7 @@ def test_listeners_get_the_exception_first_and_the_caller_gets_it_unchanged():
 
 
 @pytest.mark.parametrize("second", [ValueError("second"), KeyboardInterrupt("second"), SystemExit(3)])
-def test_what_fails_meanwhile_becomes_a_note(second):
+def test_an_error_during_teardown_becomes_a_note(second):
     calls, error = [], Boom("first")
     with pytest.raises(Boom) as caught, unwinding("a", "b", calls=calls, fails={"a": second}):
         raise error
@@ -67,7 +67,7 @@ def test_raising_the_same_exception_again_adds_nothing():
     assert not hasattr(error, "__notes__")
 
 
-def test_a_failing_cleanup_is_the_exception_where_there_is_no_other():
+def test_a_failing_cleanup_is_raised_without_another_exception():
     calls, first, second = [], Boom("first"), ValueError("second")
     with pytest.raises(Boom) as caught, unwinding("a", "b", "c", calls=calls, fails={"a": first, "b": second}):
         pass

@@ -65,7 +65,7 @@ def test_a_window_weighs_its_batches_by_samples():
     ]
 
 
-def test_a_short_last_window_is_averaged_over_what_it_has():
+def test_a_short_last_window_is_averaged_over_its_batches():
     assert turns(windows(loader(10), 3))[-1] == (3, [[6, 7], [8, 9]], [0.5, 0.5], [2, 2])
     assert turns(windows(loader(14), 3))[-1] == (6, [[12, 13]], None, [2])
 
@@ -94,7 +94,7 @@ def test_weights_may_be_tensors():
     assert turns(windows(loader(4), 2, loss_weight=lambda batch: batch.sum()))[0][2] == [1 / 6, 5 / 6]
 
 
-def test_a_single_batch_has_no_factor_whatever_it_weighs():
+def test_a_single_batch_of_any_weight_has_no_factor():
     assert [factors for _, _, factors, _ in turns(windows(loader(7), loss_weight=lambda batch: 5.0))] == [None] * 4
 
 
@@ -150,7 +150,7 @@ def test_nothing_is_read_before_it_is_needed(length):
         assert len(read) == n * length
 
 
-def test_moving_ahead_stays_within_what_the_run_will_take():
+def test_prefetch_does_not_pass_the_end_of_the_run():
     read = []
 
     def stream():

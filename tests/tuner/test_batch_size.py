@@ -107,7 +107,7 @@ class Collating(Net):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_two_ranks_agree_also_where_one_is_out_of_memory() -> None:
+def test_two_ranks_agree_when_one_is_out_of_memory() -> None:
     tk.seed_everything(1 + dist.get_rank())
     for rank, mode, found in [(None, "power", 8), (1, "binsearch", 13), (0, "power", 8)]:
         module = Net(in_step=full_above(13, rank))

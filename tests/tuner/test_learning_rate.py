@@ -153,7 +153,7 @@ def test_the_rates_of_groups_keep_their_ratio_and_schedulers_do_not_count() -> N
     assert [pair[1] for pair in rates] == pytest.approx([rate / 10 for rate in found.results["lr"]])
 
 
-def test_it_ends_where_the_loss_grows_and_takes_the_mean_of_a_window() -> None:
+def test_it_ends_when_the_loss_grows_and_averages_a_window() -> None:
     class Exploding(tk.testing.TinyModule):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             return (self(batch) - 1).pow(2).sum()
@@ -170,7 +170,7 @@ def test_it_ends_where_the_loss_grows_and_takes_the_mean_of_a_window() -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-def test_two_ranks_agree_and_see_what_one_process_sees() -> None:
+def test_two_ranks_agree_with_one_process() -> None:
     class Plain(Net):
         def __init__(self) -> None:
             super().__init__()

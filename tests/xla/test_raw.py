@@ -100,7 +100,7 @@ def test_it_is_the_same_loop(tokens: bool, tmp_path: Path) -> None:
         torch.testing.assert_close(weights(things[0]), ended, rtol=1e-5, atol=1e-6)
 
 
-def test_graphs_end_where_they_should() -> None:
+def test_graphs_end_at_the_expected_points() -> None:
     """One graph a step, the same one each time; evaluation compiles one too, for all of its batches."""
     accelerator = made(True, gradient_accumulation_steps=2)
     things = prepared(accelerator, rows(48))

@@ -176,7 +176,7 @@ def test_mixed_precision_is_autocast(parts: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(weights(there), weights(here), rtol=0, atol=2e-2)
 
 
-def test_where_weights_and_their_momentum_lie(parts: bool, tmp_path: Path) -> None:
+def test_weights_and_their_momentum_are_on_the_device(parts: bool, tmp_path: Path) -> None:
     module = Net()
     run = trainer(parts, tmp_path)
     run.fit(module, rows())
