@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-all test-quick test-slurm test-trackers test-xla soak check bench docs vendor clean
+.PHONY: help demo test test-all test-quick test-slurm test-trackers test-xla soak check bench docs site vendor clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
@@ -18,6 +18,7 @@ help:
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints, samples and engines cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
+	@echo "make site        build the site: site/dev, or site/0.2 with VERSION=0.2; serve it: python3 -m http.server -d site"
 	@echo "make vendor      fetch the run report's plotting library again, and compare it with its checksums (npm)"
 	@echo "make clean       remove .venv and caches"
 
@@ -116,7 +117,19 @@ bench: .venv/.stamp
 	$(BIN)/python benchmarks/engines.py
 
 docs: .venv/.stamp
-	$(BIN)/python docs/generate_hooks.py
+	for script in docs/generate_*.py; do $(BIN)/python $$script || exit 1; done
+
+# The site is built from the text of the sources: its environment needs neither torch nor this package.
+VERSION ?= dev
+.venv-site/.stamp: docs/requirements.txt
+	@echo "making .venv-site (half a minute the first time)"
+	test -x .venv-site/bin/python || $(PYTHON) -m venv .venv-site
+	.venv-site/bin/python -m pip install --quiet --no-deps -r docs/requirements.txt
+	@touch $@
+
+site: .venv-site/.stamp
+	SITE_DIR=site/$(VERSION) .venv-site/bin/zensical build --strict --clean
+	.venv-site/bin/python docs/finish_site.py site
 
 # What npm gives must be, byte by byte, what the repository ships: another version needs new checksums first.
 UPLOT := 1.6.32

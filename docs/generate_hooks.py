@@ -21,6 +21,8 @@ an override cost nothing. A misspelt hook fails when its class is created;
 any other unknown `on_*` name, or a hook that cannot take its arguments, when a Trainer is given an object of the class.
 The order of a whole run is in [the design](design.md); `trainer.explain()` has it for a composed run, with the
 objects that override each hook.
+
+![The loop, with every hook at its place](assets/loop.svg)
 """
 ROLES = {
     "Callback": "What callbacks override; each hook is called by position as `hook(trainer, module, ...)`.",

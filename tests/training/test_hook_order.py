@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -100,6 +103,30 @@ def test_fit_with_accumulation_and_validation(make_cast):
         "on_fit_end C1 C2 late M",
         *TEAR_DOWN,
     ]
+
+
+def test_the_picture_of_the_loop_has_the_order_of_a_resumed_fit(make_cast, tmp_path):
+    """docs/assets/loop.svg is drawn from these lists."""
+    loop = runpy.run_path(str(Path(__file__).resolve().parents[2] / "docs" / "generate_loop.py"))
+    first = make_cast()
+    trainer = Trainer(max_epochs=1, callbacks=first.callbacks, **QUIET)
+    trainer.fit(first.module, datamodule=first.data)
+    trainer.save_checkpoint(tmp_path / "end")
+    cast = make_cast()
+
+    class Asks(Callback):
+        def on_train_epoch_end(self, trainer, module):
+            trainer.request_checkpoint("asked", None)
+
+    # The second epoch alone: hooks of a first fit and of a sanity check come before it.
+    trainer = Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[*cast.callbacks, Asks()], **QUIET)
+    trainer.fit(cast.module, datamodule=cast.data, ckpt_path=tmp_path / "end")
+    lines = [line.split()[0] for line in cast.log.lines()]
+    validation = lines.index("on_validation_model_eval")
+    for column, heard in ((loop["FIT"], lines), (loop["EVALUATION"], lines[validation:])):
+        drawn, called = list(loop["names"](column)), list(dict.fromkeys(heard))
+        assert [name for name in called if name in drawn] == [name for name in drawn if name in called]
+        assert {*drawn} - {*called} <= {"on_sanity_check_start", "on_sanity_check_end", "state_dict"}  # not spied on
 
 
 def test_loss_weight_is_asked_once_a_training_batch(make_cast):

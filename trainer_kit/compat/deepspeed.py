@@ -145,6 +145,8 @@ class DeepSpeedPlugin:
         offload_param_nvme_path: refused with "nvme".
         zero3_init_flag: shard models of transformers while they are created.
         zero3_save_16bit_model: accepted without effect: weights are returned in full precision under every stage.
+        enable_msamp: refused.
+        msamp_opt_level: accepted without effect.
         transformer_moe_cls_names: comma-separated classes of expert layers; each layer is gathered as one unit.
         deepspeed_config: the JSON merged with all of these options; changes before ``prepare`` take effect.
         selected: with several plugins, whether this one is in use.

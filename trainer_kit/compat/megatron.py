@@ -49,6 +49,7 @@ class MegatronLMPlugin:
 
     Args:
         tp_degree: the number of ranks that split each layer.
+        recompute_activations: True is refused; set it in the model's own configuration.
         sequence_parallelism: these ranks also split norms and dropout along the sequence.
         gradient_clipping: the maximum total gradient norm, by default 1; 0 disables clipping.
         pp_degree: must be 1; `MeshStrategy` has pipelines.

@@ -65,7 +65,12 @@ class KwargsHandler:
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Options of autocast: ``enabled=False`` turns it off inside ``accelerator.autocast``."""
+    """Options of autocast.
+
+    Attributes:
+        enabled: False turns it off inside ``accelerator.autocast``.
+        cache_enabled: keep the casted weights within one autocast; None: torch's default.
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -105,11 +110,16 @@ def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Options of ``torch.nn.parallel.DistributedDataParallel``; ``bucket_cap_mb`` is in MiB.
+    """Options of ``torch.nn.parallel.DistributedDataParallel``.
 
     Attributes:
         dim: accepted without effect: each process has its own batch, and nothing is scattered.
+        broadcast_buffers: copy rank 0's buffers to all ranks at each synchronisation.
+        bucket_cap_mb: the size of a bucket of gradients, in MiB.
+        find_unused_parameters: support steps that do not use every parameter.
         check_reduction: accepted without effect, as in torch.
+        gradient_as_bucket_view: keep gradients inside the communication buckets: less memory, no copy.
+        static_graph: the autograd graph never changes, which allows more overlap.
         comm_hook: a `DDPCommunicationHookType`, or its string.
         comm_wrapper: the same; "fp16" or "bf16" casts the gradients before ``comm_hook`` gets them.
         comm_state_option: arguments of torch's ``PowerSGDState``.
@@ -162,7 +172,18 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Options of ``torch.amp.GradScaler``, used with fp16."""
+    """Options of ``torch.amp.GradScaler``, used with fp16.
+
+    Attributes:
+        init_scale: the first scale of the loss.
+        growth_factor: multiplies the scale after ``growth_interval`` steps without an overflow.
+        backoff_factor: multiplies the scale after a step that overflowed, which is skipped.
+        growth_interval: steps without an overflow before the scale grows.
+        enabled: False scales nothing.
+
+    Raises:
+        ConfigurationError: a value that cannot work.
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -208,11 +229,18 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Options of ``torch.profiler.profile``; with ``output_trace_dir`` each process writes a Chrome trace there.
+    """Options of ``torch.profiler.profile``.
 
     Attributes:
         activities: "cpu", "cuda", "xpu", …; by default all that this machine has.
         schedule_option: arguments of ``torch.profiler.schedule``.
+        on_trace_ready: called with the profiler when a trace is complete.
+        record_shapes: record the shapes of inputs.
+        profile_memory: record allocations.
+        with_stack: record file and line of each operation.
+        with_flops: estimate the floating-point operations of matrix products and convolutions.
+        with_modules: record the module hierarchy of operations.
+        output_trace_dir: where each process writes a Chrome trace.
 
     Raises:
         ConfigurationError: a value of the wrong type, an unknown activity, or a schedule that torch refuses.
@@ -337,6 +365,7 @@ class FullyShardedDataParallelPlugin:
     Options of FSDP1 that FSDP2 does not need are accepted without effect.
 
     Attributes:
+        fsdp_version: accepted without effect: this is FSDP2.
         sharding_strategy: "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2".
         reshard_after_forward: as in torch's ``fully_shard``; or a sharding strategy, as in FSDP version 1.
         mixed_precision_policy: torch's ``MixedPrecisionPolicy``.
@@ -346,6 +375,16 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: the classes of the FSDP units.
         min_num_params: the minimum size of a unit, for "size_based_wrap".
         activation_checkpointing: recompute the activations of the units in backward.
+        backward_prefetch: accepted without effect.
+        forward_prefetch: accepted without effect.
+        limit_all_gathers: accepted without effect.
+        use_orig_params: accepted without effect: parameters keep their names and objects.
+        param_init_fn: accepted without effect.
+        sync_module_states: accepted without effect: all ranks start with rank 0's weights.
+        cpu_ram_efficient_loading: accepted without effect.
+        state_dict_type: accepted without effect: a checkpoint loads under any strategy.
+        state_dict_config: accepted without effect.
+        optim_state_dict_config: accepted without effect.
     """
 
     serves_alone: ClassVar[bool] = False
@@ -443,7 +482,17 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Options of ``torch.compile``; ``backend="no"`` does not compile."""
+    """Options of ``torch.compile``.
+
+    Attributes:
+        backend: torch's name of a backend; ``"no"`` does not compile.
+        mode: as in ``torch.compile``, such as ``"reduce-overhead"``.
+        fullgraph: raise where the graph breaks.
+        dynamic: compile for changing shapes; None: torch decides.
+        options: options of the backend.
+        disable: do nothing.
+        use_regional_compilation: compile each repeated block once, instead of the whole model.
+    """
 
     backend: str = "no"
     mode: str | None = None

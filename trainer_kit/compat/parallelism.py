@@ -27,7 +27,11 @@ __all__ = [
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Options of tensor parallelism, accepted without effect: matrix products and communication do not overlap."""
+    """Options of tensor parallelism.
+
+    Attributes:
+        enable_async_tp: accepted without effect: matrix products and communication do not overlap.
+    """
 
     enable_async_tp: bool = False
 

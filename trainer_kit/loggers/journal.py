@@ -71,7 +71,7 @@ class JSONLLogger(DirectoryLogger):
 
         Args:
             metrics: numbers, or tensors of one element. A metric with a reserved name (``step``, ``time``, ``counts``,
-            ``hparams``) is written as ``metric/step`` and so on.
+                ``hparams``) is written as ``metric/step`` and so on.
             step: the step of the values; None for that of the previous call.
             counts: samples and tokens trained on so far, by name.
 

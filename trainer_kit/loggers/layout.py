@@ -331,7 +331,7 @@ class DummyLogger:
 
     Args:
         like: the logger that this one replaces on a rank that does not write; its name, version and directories
-        are copied.
+            are copied.
 
     Example:
         >>> logger = DummyLogger()

@@ -1,0 +1,179 @@
+"""Writes the pages of docs/reference that are tables of the code, for ``make docs``.
+
+``index.md`` has every public name, ``commands.md`` every command and option, ``configuration.md`` every key of the
+files of ``trainer-kit launch``. The other pages are directives for mkdocstrings, which reads the docstrings when the
+site is built.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from trainer_kit.commands.main import main
+from trainer_kit.launch.options import SECTIONS, TOP, Option, positive
+
+PAGES = Path(__file__).with_name("reference")
+DIRECTIVE: Final = re.compile(r"^::: (trainer_kit\.[\w.]+)$", re.M)
+MARK: Final = "<!-- Written by docs/generate_reference.py; `make docs` writes it again. -->"
+
+
+def directives() -> Iterator[tuple[Path, str]]:
+    """The name of every mkdocstrings directive, with its page."""
+    for page in sorted(PAGES.glob("*.md")):
+        for name in DIRECTIVE.findall(page.read_text(encoding="utf-8")):
+            yield page, name
+
+
+def resolve(name: str) -> Any:
+    """The object of a dotted name."""
+    value: Any = importlib.import_module("trainer_kit")
+    for attribute in name.split(".")[1:]:
+        if not hasattr(value, attribute):
+            importlib.import_module(f"{value.__name__}.{attribute}")
+        value = getattr(value, attribute)
+    return value
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("``", "`").replace("|", r"\|").split())
+
+
+def index() -> str:
+    """Every public name, what it is, and where it is described."""
+    rows = []
+    for page, name in sorted(directives(), key=lambda each: each[1].rpartition(".")[2].lower()):
+        lines = (inspect.getdoc(resolve(name)) or "").partition("\n\n")[0]
+        short = name.removeprefix("trainer_kit.")
+        rows.append(f"| [`{short}`]({page.name}#{name}) | {_cell(lines)} |")
+    pages = []
+    for page in sorted(PAGES.glob("*.md")):
+        if page.name != "index.md":
+            title = page.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
+            pages.append(f"- [{title}]({page.name})")
+    return "\n".join(
+        [
+            "# Reference",
+            "",
+            MARK,
+            "",
+            "To look a name up, find it in this table or search for it. Every argument and method is described at its",
+            "class; [hooks](../hooks.md) are listed with their place in the loop.",
+            "",
+            *pages,
+            "",
+            "## Every public name",
+            "",
+            "`import trainer_kit as tk`; a name below is an attribute of `tk`.",
+            "",
+            "| name | what it is |",
+            "|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def all_commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+    """A command and its subcommands, depth first, with what a user types."""
+    path = (*path, command.name or "")
+    yield " ".join(path), command
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            found = command.get_command(click.Context(command), name)
+            assert found is not None
+            yield from all_commands(found, path)
+
+
+def _usage(typed: str, command: click.Command) -> str:
+    pieces = command.collect_usage_pieces(click.Context(command, info_name=typed))
+    return " ".join([typed, *pieces])
+
+
+def _option(option: click.Option) -> str:
+    names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
+    kind = "" if option.is_flag or option.count else option.make_metavar(click.Context(click.Command("x")))
+    default = option.default if isinstance(option.default, (str, int, float)) and not option.is_flag else ""
+    return f"| {names} | {_cell(kind)} | {f'`{default}`' if default != '' else ''} | {_cell(option.help or '')} |"
+
+
+def commands() -> str:
+    """Every command with its options."""
+    main.name = "trainer-kit"
+    parts = [
+        "# Commands\n",
+        MARK + "\n",
+        "To start a run or to look after its files from a shell, use `trainer-kit`, or `python -m trainer_kit`."
+        " [The command line](../guide/command-line.md) shows each command at work.\n",
+    ]
+    for typed, command in all_commands(main):
+        parts += [f"## `{typed}`\n", f"```text\n{_usage(typed, command)}\n```\n"]
+        parts.append(inspect.cleandoc(command.help or "").replace("\b\n", "").replace("\f", "") + "\n")
+        shown = [each for each in command.params if isinstance(each, click.Option)]
+        listed = [each for each in shown if not each.hidden]
+        if listed:
+            rows = [_option(option) for option in listed]
+            parts.append("\n".join(["| option | value | default | what it does |", "|---|---|---|---|", *rows, ""]))
+        if len(listed) < len(shown):
+            text = "Every key of [a configuration file](configuration.md) that has a flag there is an option too."
+            parts.append(text + "\n")
+    return "\n".join(parts)
+
+
+_KINDS: Final[dict[Callable[[str], Any], str]] = {str: "text", positive: "a whole number, 1 or more"}
+
+
+def _kind(option: Option) -> str:
+    if option.words:
+        return ", ".join(f"`{word}`" for word in option.words)
+    if option.free:
+        return "a mapping or a list"
+    if option.switch or option.read.__name__ == "_boolean":
+        return "`true`, `false`"
+    kind = _KINDS.get(option.read, "a whole number" if option.whole else "a number")
+    if option.read.__name__ == "_streams":
+        kind = "0 to 3, or `RANK:NUMBER`"
+    if option.read.__name__ == "convert":
+        kind = "a number, `auto` or `none`"
+    return f"a list of {kind}" if option.many else kind
+
+
+def _key(option: Option) -> str:
+    flags = (f"--{option.name}",) if option.flags is None else option.flags
+    names = ", ".join(f"`{name}`" for name in (option.name, *option.aliases))
+    note = f"no effect: {option.ignored}" if option.ignored else option.help
+    return f"| {names} | {', '.join(f'`{flag}`' for flag in flags)} | {_cell(_kind(option))} | {_cell(note)} |"
+
+
+def configuration() -> str:
+    """Every key of a configuration file."""
+    head = ["| key | flag | value | |", "|---|---|---|---|"]
+    parts = [
+        "# Keys of configuration files\n",
+        MARK + "\n",
+        "To start a script as a file says, pass the file to `trainer-kit launch --config_file FILE`, or write the"
+        " default file with `trainer-kit config`. Keys are Accelerate's, so its files work unchanged; a key without a"
+        " text here means what it means there. [The command line](../guide/command-line.md#configuration-files) says"
+        " which file is read, and what counts before what.\n",
+        "The files of a script's own command line have the arguments of your classes and of the"
+        " [`Trainer`](trainer.md) as keys: [a command line for your script](../guide/cli.md).\n",
+        "## Top level\n",
+        "\n".join([*head, *(_key(option) for option in TOP.values()), ""]),
+    ]
+    for section, options in SECTIONS.items():
+        parts += [f"## `{section}`\n", "\n".join([*head, *(_key(option) for option in options.values()), ""])]
+    return "\n".join(parts)
+
+
+WRITTEN: Final = {"commands.md": commands, "configuration.md": configuration, "index.md": index}
+
+if __name__ == "__main__":
+    for name, render in WRITTEN.items():
+        (PAGES / name).write_text(render(), encoding="utf-8")
+        print(f"wrote docs/reference/{name}")

@@ -1,0 +1,186 @@
+"""The site: every page is in its navigation, every link resolves, and the reference has every public option."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import runpy
+import shutil
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import docstring_parser
+import pytest
+import yaml
+
+import trainer_kit as tk
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("**/*.md"))
+REFERENCE = runpy.run_path(str(DOCS / "generate_reference.py"))
+LINK = re.compile(r"(?<!`)\[(?:[^\]\[]|\[[^\]]*\])*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^( *)```.*?^\1```", re.M | re.S)
+
+
+class Loader(yaml.SafeLoader):
+    """`mkdocs.yml` without what its tags make: they are calls and variables of the site's own environment."""
+
+
+Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+def entries(tree: Any) -> Iterator[str]:
+    """The pages of the navigation."""
+    for each in tree.values() if isinstance(tree, dict) else tree:
+        if isinstance(each, str):
+            yield each
+        else:
+            yield from entries(each)
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = [*entries(yaml.load((ROOT / "mkdocs.yml").read_text("utf-8"), Loader)["nav"])]
+    assert len(listed) == len(set(listed))
+    records = {page.relative_to(DOCS).as_posix() for page in DOCS.glob("decisions/[0-9]*.md")}
+    assert records, "the records are listed on a page of their own"
+    assert {page.relative_to(DOCS).as_posix() for page in PAGES} - records == set(listed)
+
+
+def prose(path: Path) -> str:
+    """A page without its blocks of code and comments."""
+    text = FENCE.sub("", path.read_text(encoding="utf-8"))
+    return re.sub(r"<!--.*?-->", "", text, flags=re.S)
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """What ``#...`` may name on a page: its headings, as GitHub and the site spell them, and its API entries' names."""
+    found = set(re.findall(r'(?:id|name)="([^"]+)"|\{ *#([\w-]+) *\}', prose(path)))
+    found = {name for pair in found for name in pair if name}
+    for heading in re.findall(r"^#+ +(.+?) *(?:\{[^}]*\})?$", prose(path), re.M):
+        text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", unescape(heading))
+        found.add(re.sub(r"[^\w\- ]", "", text.lower()).strip().replace(" ", "-"))
+    return found
+
+
+def is_there(page: Path, name: str) -> bool:
+    if name in anchors(page):
+        return True
+    for directive in REFERENCE["DIRECTIVE"].findall(page.read_text(encoding="utf-8")):
+        if name == directive or name.startswith(f"{directive}."):
+            found = REFERENCE["resolve"](directive)
+            return all(hasattr(found, part) for part in name.removeprefix(directive).split(".")[1:2])
+    return False
+
+
+OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_and_anchors_resolve(page: Path) -> None:
+    """A page of the site links to pages of the site: what lies beside `docs` in a checkout is not there."""
+    broken = []
+    for target in LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        inside = page in OUTSIDE or (file.is_relative_to(DOCS) and file.is_file())
+        if not file.exists() or not inside or (anchor and not is_there(file, anchor)):
+            broken.append(target)
+    assert not broken
+
+
+def public() -> dict[str, Any]:
+    """Every public name that is not a room, by the name that a user types."""
+    rooms = {"callbacks": tk.callbacks, "loggers": tk.loggers, "precision": tk.precision, "strategies": tk.strategies}
+    rooms |= {"tuner": tk.tuner}
+    found = {f"trainer_kit.{name}": getattr(tk, name) for name in tk.__all__ if not inspect.ismodule(getattr(tk, name))}
+    return found | {
+        f"trainer_kit.{room}.{name}": getattr(module, name) for room, module in rooms.items() for name in module.__all__
+    }
+
+
+def test_the_reference_has_every_public_name_once() -> None:
+    named = [name for _, name in REFERENCE["directives"]()]
+    assert len(named) == len(set(named))
+    described = {id(REFERENCE["resolve"](name)) for name in named}
+    assert not [name for name, value in public().items() if id(value) not in described]
+
+
+def options(cls: type) -> set[str]:
+    """The names that a call of the class may pass."""
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {name for name, each in inspect.signature(cls).parameters.items() if each.kind not in kinds}
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, value in public().items() if inspect.isclass(value) and "__init__" in vars(value)]
+)
+def test_every_argument_of_a_class_is_described(name: str) -> None:
+    """mkdocstrings makes the tables of arguments of these descriptions."""
+    cls = public()[name]
+    words = docstring_parser.parse(inspect.getdoc(cls) or "").params
+    assert options(cls) <= {word.arg_name for word in words}
+
+
+@pytest.mark.parametrize("page", sorted(REFERENCE["WRITTEN"]))
+def test_pages_of_tables_are_current(page: str) -> None:
+    """Every command with its options, and every key of a configuration file."""
+    written = (DOCS / "reference" / page).read_text(encoding="utf-8")
+    assert written == REFERENCE["WRITTEN"][page](), "the code changed: run `make docs`"
+
+
+@pytest.mark.parametrize(
+    ("script", "page"), [("generate_decisions.py", "decisions/index.md"), ("generate_loop.py", "assets/loop.svg")]
+)
+def test_lists_and_pictures_are_current(script: str, page: str) -> None:
+    rendered = runpy.run_path(str(DOCS / script))["render"]()
+    assert (DOCS / page).read_text(encoding="utf-8") == rendered, "run `make docs`"
+
+
+def test_the_picture_of_the_loop_has_every_hook() -> None:
+    loop = runpy.run_path(str(DOCS / "generate_loop.py"))
+    drawn = {name for _, column in loop["OTHERS"] for name in loop["names"](column)}
+    hooks = {name for name in vars(tk.Callback) if name.startswith("on_")} | {"setup", "teardown"}
+    elsewhere = {name for name in hooks if re.match("on_(test|predict)_", name)}  # drawn as those of validation
+    assert hooks - elsewhere <= drawn
+    assert {name.replace("_test_", "_validation_").replace("_predict_", "_validation_") for name in elsewhere} <= drawn
+
+
+@pytest.mark.long
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    if not (ROOT / ".venv-site" / ".stamp").exists():
+        pytest.skip("`make site` was never run here: it makes .venv-site, which has zensical")
+    for name in ("Makefile", "mkdocs.yml"):
+        shutil.copy2(ROOT / name, tmp_path)
+    shutil.copytree(DOCS, tmp_path / "docs")
+    for name in (".venv-site", "trainer_kit"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for version in ("0.9", "0.10"):
+        built = subprocess.run(
+            ["make", "site", "--old-file", ".venv-site/.stamp", f"VERSION={version}"],
+            cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False,
+        )  # fmt: skip
+        output = built.stdout + built.stderr
+        assert built.returncode == 0, output
+        assert "griffe" not in output, output
+        assert "arning" not in output, output
+    site = tmp_path / "site"
+    assert 'url=0.10/"' in (site / "index.html").read_text(encoding="utf-8")
+    versions = yaml.safe_load((site / "versions.json").read_text(encoding="utf-8"))
+    assert [(each["version"], each["aliases"]) for each in versions] == [("0.10", ["latest"]), ("0.9", [])]
+    text = (site / "0.10/reference/trainer/index.html").read_text(encoding="utf-8")
+    assert 'id="trainer_kit.Trainer.fit"' in text
+    for argument in inspect.signature(tk.Trainer).parameters:
+        assert f"<code>{argument}</code>" in text
+    loaded = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
+    for page in (site / "0.10").glob("**/*.html"):
+        assert not loaded.findall(page.read_text(encoding="utf-8")), f"{page} loads from another host"
+    assert (site / "0.10/search.json").stat().st_size > 100_000
