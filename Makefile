@@ -1,5 +1,5 @@
 # The commands of this project. Each makes .venv from constraints.txt first, if it is missing or older than what it
-# is made of; the first time takes a few minutes, nearly all of it torch.
+# is made of: `make demo` installs the library and scikit-learn, the others everything that the tests use.
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
@@ -22,12 +22,23 @@ help:
 	@echo "make vendor      fetch the run report's plotting library again, and compare it with its checksums (npm)"
 	@echo "make clean       remove .venv and caches"
 
-.venv/.stamp: constraints.txt pyproject.toml
-	@echo "making .venv (a few minutes the first time)"
+# setuptools builds this package, and DeepSpeed, whose setup also imports torch. Modules are compiled at their first
+# import: pip would compile all of torch's, which takes longer than the demo.
+define INSTALL
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(PIP) setuptools torch numpy
-	$(PIP) --no-build-isolation -e ".[dev]"
+	$(PIP) --no-compile setuptools torch numpy
+	$(PIP) --quiet --no-compile --no-build-isolation -e ".[$(1)]"
+endef
+
+.venv/.demo: constraints.txt pyproject.toml
+	@echo "making .venv with torch and scikit-learn (about a minute the first time)"
+	$(call INSTALL,examples)
 	@touch $@
+
+.venv/.stamp: constraints.txt pyproject.toml
+	@echo "making .venv with all that the tests use (a few minutes the first time)"
+	$(call INSTALL,dev)
+	@touch .venv/.demo $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
 test test-all test-quick test-slurm test-trackers test-xla soak check bench: export OMP_NUM_THREADS = 1
@@ -39,7 +50,7 @@ ifeq ($(shell test -w /dev/shm && test "$(ROOM)" -gt 4000000 && echo yes),yes)
 test test-all test-quick: export PYTEST_DEBUG_TEMPROOT = /dev/shm
 endif
 
-demo: .venv/.stamp
+demo: .venv/.demo
 	$(BIN)/python examples/digits.py
 
 # Two at a time: many tests start two ranks of their own.

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import trainer_kit as tk
+
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("callbacks", "strategies")
 
@@ -55,9 +57,8 @@ def checkout(tmp_path_factory):
     shutil.copytree(ROOT / "trainer_kit", root / "trainer_kit", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", *(f"{room}.py" for room in ROOMS)):
         shutil.copy(ROOT / name, root)
-    for room in ROOMS:
-        shutil.copy(ROOT / room, root, follow_symlinks=False)
-        assert (root / room).is_symlink()
+    for room in ROOMS:  # made here: a source distribution has no links
+        (root / room).symlink_to(Path("trainer_kit", room))
     return root
 
 
@@ -93,6 +94,19 @@ def test_imports_work_with_links_checked_out_as_text_files(checkout, tmp_path):
     check(plain, tmp_path, package_first=True)
 
 
+@pytest.mark.long
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_a_clone_without_links(tmp_path):
+    """What git itself writes where it may not make links, as on Windows by default."""
+    clone = tmp_path / "clone"
+    command = ["git", "-c", "core.symlinks=false", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), str(clone)]
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    for room in ROOMS:
+        assert (clone / room).read_text() == f"trainer_kit/{room}", "git tracks a link"
+        assert not (clone / room).is_symlink()
+    check(clone, tmp_path)
+
+
 @pytest.mark.slow
 def test_from_a_zip(checkout, tmp_path):
     """Archivers follow links: the archive has each room twice."""
@@ -113,7 +127,10 @@ def test_a_wheel_has_one_door(checkout, tmp_path):
     subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100)
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as made:
-        assert {name.split("/")[0] for name in made.namelist()} == {"trainer_kit", "trainer_kit-0.1.0.dist-info"}
+        assert {name.split("/")[0] for name in made.namelist()} == {
+            "trainer_kit",
+            f"trainer_kit-{tk.__version__}.dist-info",
+        }
     code = """
         from trainer_kit.callbacks import ModelCheckpoint
         import trainer_kit as tk

@@ -441,13 +441,7 @@ def _exchange(one: Path, other: Path) -> bool:
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of trainer_kit and torch."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        own = version("trainer-kit")
-    except PackageNotFoundError:
-        own = "unknown"
-    return {"trainer_kit": own, "torch": str(torch.__version__)}
+    return {"trainer_kit": sys.modules[__name__.partition(".")[0]].__version__, "torch": str(torch.__version__)}
 
 
 def _check_staged(work: Path) -> None:
