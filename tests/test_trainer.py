@@ -13,9 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainer_kit import Callback, DataModule, Trainer, TrainModule, seed_everything
-from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint
+from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint, Timer
 from trainer_kit.core import seed as seeds
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, StrategyError, TrainerKitError
+from trainer_kit.loggers import CSVLogger
 
 OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
 
@@ -1341,3 +1342,19 @@ def test_after_a_refusal_the_trainer_still_works():
         trainer.fit(Net())
     trainer.fit(Net(), loader())
     assert trainer.global_step == 10
+
+
+def test_callbacks_and_loggers_are_set_as_their_arguments_are_given(tmp_path):
+    """None, one object and any iterable are accepted; anything else is refused with a fix."""
+    trainer = Trainer(accelerator="cpu", barebones=True)
+    timer, logger = Timer(), CSVLogger(tmp_path)
+    for given, expected in ((timer, [timer]), (iter([timer]), [timer]), (None, []), ((), [])):
+        trainer.callbacks = given
+        assert trainer.callbacks == expected
+    for given, expected in ((logger, [logger]), (iter([logger]), [logger]), (None, []), ((), [])):
+        trainer.loggers = given
+        assert trainer.loggers == expected
+    with pytest.raises(ConfigurationError, match=r"not a callback\n  found: 3"):
+        trainer.callbacks = 3
+    with pytest.raises(ConfigurationError, match=r"no logger\n  found: 3"):
+        trainer.loggers = 3

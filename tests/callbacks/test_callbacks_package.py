@@ -1,13 +1,17 @@
 import ast
 import copy
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from lightning_utilities.core.overrides import is_overridden
+from trainer_kit.demos.boring_classes import BoringModel
 
+import trainer_kit as tk
 import trainer_kit.callbacks as callbacks
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import TrainerLike
@@ -36,6 +40,56 @@ def test_a_step_calls_only_the_callbacks_that_override_its_hooks(looks, rests):
     assert is_overridden("on_train_step_end", looks, Callback)
     assert not is_overridden("on_train_step_end", rests, Callback)
     assert not is_overridden("on_train_step_end", copy.deepcopy(rests), Callback)
+
+
+ARGUMENTS = {
+    "FunctionCallback": ("on_train_end", print),
+    "GradientAccumulation": (1,),
+    "GradientAccumulationScheduler": ({0: 1},),
+    "LayerWiseUnfreezing": (["layer"],),
+    "ModelPruning": ("l1_unstructured",),
+    "OnExceptionCheckpoint": ("kept",),
+    "PredictionWriter": ("written",),
+    "Preemption": (["/nothing", "http://127.0.0.1:9/", "SIGUSR2"],),
+    "EarlyStopping": ("loss",),
+    "StochasticWeightAveraging": (0.1,),
+}
+
+
+@pytest.mark.parametrize("name", callbacks.__all__)
+def test_a_trainer_with_any_callback_can_be_pickled(name):
+    """Processes that are spawned receive the Trainer in this way."""
+    callback = getattr(callbacks, name)(*ARGUMENTS.get(name, ()))
+    trainer = tk.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callback)
+    again = pickle.loads(pickle.dumps(trainer))
+    assert type(callback).__name__ in {type(one).__name__ for one in again.callbacks}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: callbacks.Preemption("/nothing", every=3.0),
+        lambda: callbacks.EMAWeightAveraging(decay=0.5),
+        lambda: callbacks.StochasticWeightAveraging(0.1, swa_epoch_start=1),
+        lambda: callbacks.WeightAveraging(),
+    ],
+)
+def test_a_callback_can_be_pickled_after_a_fit_and_trains_alike(make):
+    def fit(callback):
+        module = BoringModel()
+        with torch.no_grad():
+            module.layer.weight.fill_(0.5)
+            module.layer.bias.zero_()
+        data = [torch.full((2, 32), float(i)) for i in range(3)]
+        trainer = tk.Trainer(accelerator="cpu", barebones=True, max_epochs=2, callbacks=callback)
+        trainer.fit(module, data)
+        return trainer, [value.tolist() for value in module.state_dict().values()]
+
+    trainer, weights = fit(make())
+    (again,) = pickle.loads(pickle.dumps(trainer)).callbacks
+    assert getattr(again, "every", None) == getattr(trainer.callbacks[0], "every", None)
+    assert getattr(again, "decay", None) == getattr(trainer.callbacks[0], "decay", None)
+    assert fit(again)[1] == weights
 
 
 @pytest.mark.slow

@@ -123,6 +123,11 @@ class Preemption(Callback):
         self.reason: str | None = None
         """What fired, or None."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Locks and threads cannot be pickled; a copy makes its own.
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        return type(self), (self.sources, self.every, self.margin, self.headers), public
+
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         self.reason, self._fired = None, threading.Lock()
 

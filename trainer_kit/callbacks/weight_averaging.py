@@ -333,6 +333,10 @@ class WeightAveraging(Callback):
         self._lending = ExitStack()
         self._fits = False
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The averages belong to a fit, whose module a pickled Trainer does not keep either.
+        return {**vars(self), "_averages": None, "_lending": ExitStack(), "_fits": False}
+
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         """Whether to update the averages: called after every optimizer step and after every complete epoch.
 
@@ -385,7 +389,11 @@ class WeightAveraging(Callback):
         self._averages.update()
 
     def _made(self, trainer: TrainerLike, module: Any) -> Averages:
-        return Averages(module, self.use_buffers, self.device, self._avg_fn, self._multi_avg_fn, trainer.print)
+        average = self._average()
+        return Averages(module, self.use_buffers, self.device, self._avg_fn, average, trainer.print)
+
+    def _average(self) -> _MultiAvgFn | None:
+        return self._multi_avg_fn
 
     def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._fits and self.n_averaged:
@@ -502,8 +510,7 @@ class EMAWeightAveraging(WeightAveraging):
                 "an exponential moving average has a decay from 0 to 1, and an interval in steps",
                 found=f"decay={decay}, update_every_n_steps={update_every_n_steps}",
             )
-        average: _MultiAvgFn = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
-        super().__init__(device, use_buffers, multi_avg_fn=average)
+        super().__init__(device, use_buffers)
         self.decay, self.update_every_n_steps = decay, update_every_n_steps
         self.update_starting_at_step = update_starting_at_step
         self.update_starting_at_epoch = update_starting_at_epoch
@@ -514,6 +521,11 @@ class EMAWeightAveraging(WeightAveraging):
             return step_idx >= start and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
         first = self.update_starting_at_epoch
         return epoch_idx is not None and first is not None and epoch_idx >= first
+
+    def _average(self) -> _MultiAvgFn:
+        # Made for each fit: torch returns a closure, which cannot be pickled with the callback.
+        average: _MultiAvgFn = get_ema_multi_avg_fn(self.decay)  # type: ignore[no-untyped-call]
+        return average
 
 
 @final

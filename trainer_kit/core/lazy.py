@@ -143,6 +143,8 @@ class _OtherPaths(MetaPathFinder, Loader):
             return None
         if fullname[len(self._package) + 1 :] in self.paths:
             return ModuleSpec(fullname, self, is_package=True)
+        if not _imports():
+            return None
         # `from module import name` calls this after `__getattr__`, whose message Python discards. It discards this one
         # too if the error names the module that is being imported.
         raise ModuleNotFoundError(self._missing(module, name), name=module)
@@ -186,6 +188,17 @@ class _OtherPaths(MetaPathFinder, Loader):
         here = import_module(module)
         known = getattr(here, "__all__", None) or dir(here)
         return str(ConfigurationError(problem, fix=did_you_mean(name, known, f"dir({module}) lists its names")))
+
+
+def _imports() -> bool:
+    """Whether an import calls the finder, and not a question such as `importlib.util.find_spec`, which expects None.
+
+    The finder gets the same arguments in both cases; only the calling function of Python's import system differs.
+    """
+    search = sys._getframe(2)
+    if search.f_globals.get("__name__") != "importlib._bootstrap" or search.f_back is None:
+        return False
+    return search.f_back.f_code.co_name == "_find_and_load_unlocked"
 
 
 _FINDERS: dict[str, _OtherPaths] = {}

@@ -6,7 +6,7 @@ import copy
 import math
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
 from trainer_kit.core.environment import Environment, list_devices
@@ -551,8 +552,8 @@ class Session:
         return self._callbacks
 
     @callbacks.setter
-    def callbacks(self, callbacks: Sequence[Any]) -> None:
-        self.set_callbacks(callbacks)
+    def callbacks(self, callbacks: Iterable[Callback] | Callback | None) -> None:
+        self.set_callbacks(as_list(callbacks, Callback))
 
     def set_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Replace the callbacks, and sort them into their order."""
@@ -603,10 +604,10 @@ class Session:
         return [DummyLogger(one) if getattr(one, "writes_alone", False) else one for one in self.files.loggers]
 
     @loggers.setter
-    def loggers(self, loggers: Sequence[Any]) -> None:
+    def loggers(self, loggers: Iterable[Logger] | Logger | None) -> None:
         if self.state_verb:
             raise ConfigurationError("loggers cannot change while an entry point runs", found=self.state_verb)
-        for one in loggers:
+        for one in (loggers := as_list(loggers, Logger)):
             if isinstance(one, type) or not isinstance(one, Logger):
                 raise ConfigurationError("this is no logger", found=repr(one), fix="set an object with log_metrics")
         self.files.replace_loggers([] if self.settings.fast else loggers)  # fast_dev_run writes nothing
