@@ -65,7 +65,7 @@ def test_it_returns_the_parts_and_shows_them_once(capsys):
 
 
 def window(chosen):
-    counting = chosen.first_callback("get_accumulate_grad_batches")
+    counting = chosen.accumulation_callback
     return 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
 

@@ -43,6 +43,7 @@ from trainer_kit.state.optimizer_states import (
     restore_scheduler,
 )
 from trainer_kit.state.resume import held_of
+from trainer_kit.step.optimizers import OptimizerProxy
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Checkpoints", "write_object"]
@@ -313,7 +314,7 @@ class Checkpoints:
             changed[id(optimizer)] = restore_optimizer(self._strategy, optimizer, groups, saved, names, say, weights)
         for scheduler, saved in zip(prepared.schedulers, state["schedulers"], strict=True):
             stepped = getattr(scheduler.scheduler, "optimizer", None)
-            kept = changed.get(id(getattr(stepped, "optimizer", stepped)), {})
+            kept = changed.get(id(OptimizerProxy.unwrapped(stepped)), {})
             restore_scheduler(scheduler.scheduler, saved, "lr" in kept)
         self._precision.load_state_dict(state["precision"])
         self._accumulation.load_state_dict(state["window"])

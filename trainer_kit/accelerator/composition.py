@@ -32,13 +32,14 @@ from trainer_kit.compat.options import (
     micro_batches,
 )
 from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from trainer_kit.core.arguments import as_list
+from trainer_kit.core.arguments import as_list, word_of
 from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import HangWatchdog, stop_at_exit
+from trainer_kit.precision.converted import ConvertedPrecision
 from trainer_kit.precision.native import make_scaler
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.launcher_options import MESH_KEYS
@@ -211,15 +212,15 @@ def started_strategy(options: Mapping[type, Any], on_cpu: bool, environment: Env
 
 def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -> Precision:
     """Return the precision for a name or an object, with the gradient scaler of the user's options."""
-    if not hasattr(word, "forward_context"):
-        word = str(getattr(word, "value", word))
+    if not isinstance(word, Precision):
+        word = word_of(word)
     if isinstance(word, str) and word.lower() == "fp8":
         recipes = [one for kind, one in options.items() if issubclass(kind, FP8Recipe)]
         word = (recipes[0] if recipes else launched_recipe() or AORecipeKwargs()).make_precision()
     made = choose_precision(word, None, strategy)
     scaler = options.get(GradScalerKwargs)
     if scaler is not None and made.scales:
-        native: Any = getattr(made, "base", made)
+        native: Any = made.base if isinstance(made, ConvertedPrecision) else made
         native.scaler = make_scaler(strategy.device.type, **scaler.to_kwargs())
     return made
 
@@ -290,7 +291,7 @@ def named_loaders(config: DataLoaderConfiguration | None, split_batches: bool) -
 
 def named_trackers(given: Any) -> list[Any]:
     """Return the trackers of ``log_with``, as names and objects; ``"all"`` becomes the names of installed trackers."""
-    words = [str(getattr(one, "value", one)) if isinstance(one, (str, Enum)) else one for one in as_list(given)]
+    words = [word_of(one) if isinstance(one, (str, Enum)) else one for one in as_list(given)]
     if "all" not in words:
         return words
     objects = [one for one in words if not isinstance(one, str)]

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from trainer_kit.core.arguments import word_of
 from trainer_kit.core.devices import deterministic_products
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
@@ -53,7 +54,7 @@ def synchronize(
     Raises:
         ConfigurationError: a kind is unknown.
     """
-    words = [str(getattr(kind, "value", kind)) for kind in kinds or ()]
+    words = [word_of(kind) for kind in kinds or ()]
     for word in words:
         if word not in _KINDS:
             raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))

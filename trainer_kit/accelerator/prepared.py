@@ -32,6 +32,7 @@ from trainer_kit.core.seed import order_seed
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
+from trainer_kit.step.optimizers import OptimizerProxy
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Compile
 
@@ -174,8 +175,7 @@ class Prepared:
             self.checks.know(optimizer)
             self._configure_engine()
         self._strategy.prepare_optimizer(optimizer)
-        if not hasattr(optimizer, "_configured_options"):  # a loaded state is compared with these options
-            note_configured(optimizer)
+        note_configured(optimizer, again=False)  # a loaded state is compared with these options
         first = None if owns_step else self._before_first_step
         after = self._adapt_scale if self._precision.scales else None
         step = self._bound_step(optimizer)
@@ -313,7 +313,7 @@ class Prepared:
             return
         given = self.optimizers if optimizer is None else optimizer
         for one in given if isinstance(given, (list, tuple)) else [given]:
-            raw = getattr(one, "optimizer", one)
+            raw = OptimizerProxy.unwrapped(one)
             self._accumulation.correct(raw)
             self._precision.unscale_gradients(raw)
 

@@ -172,7 +172,8 @@ def GatheredParameters(
         fwd_module: the module whose forward uses the parameters.
         enabled: False: do nothing.
     """
-    plugin = getattr(newest(), "deepspeed_plugin", None)
+    accelerator = newest()
+    plugin = None if accelerator is None else accelerator.deepspeed_plugin
     if plugin is None or plugin.get_value("zero_optimization.stage") != 3:
         return nullcontext()
     import deepspeed

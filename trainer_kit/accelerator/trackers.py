@@ -16,6 +16,7 @@ from torch import Tensor
 
 from trainer_kit.accelerator.processes import Processes
 from trainer_kit.compat.options import ProjectConfiguration
+from trainer_kit.core.arguments import word_of
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
@@ -316,7 +317,7 @@ class Trackers:
             facts: returns the report's facts about the process; called at the first log.
         """
         self._end_report("finished")
-        options = {_word(name): dict(given) for name, given in (init_kwargs or {}).items()}
+        options = {word_of(name): dict(given) for name, given in (init_kwargs or {}).items()}
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
         self._deliveries.open([], None)
@@ -333,7 +334,7 @@ class Trackers:
         self, project: str, config: dict[str, Any] | None, facts: Callable[[], dict[str, Any]]
     ) -> list[GeneralTracker]:
         """Create the report if there are trackers and a directory; return the tracker that writes its journal."""
-        given = (getattr(tracker, "logger", None) for tracker in self.started)
+        given = (tracker.logger for tracker in self.started if isinstance(tracker, LoggerTracker))
         own = next((logger for logger in given if isinstance(logger, JSONLLogger)), None)
         path = self._project.logging_path
         if not self.started or (own is None and path is None):
@@ -444,7 +445,7 @@ class Trackers:
         """
         self._deliveries.wait()
         for tracker in self.started:
-            if tracker.name == _word(name):
+            if tracker.name == word_of(name):
                 return tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
         raise ConfigurationError(
             f"there is no tracker {name!r}",
@@ -457,7 +458,3 @@ class Trackers:
         self._deliveries.close("success")
         self._end_report("finished")
         atexit.unregister(self._leave)
-
-
-def _word(name: Any) -> str:
-    return str(getattr(name, "value", name))

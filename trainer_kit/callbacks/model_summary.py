@@ -153,7 +153,7 @@ class ModelSummary(Callback):
                 table = summarize(module, self.max_depth, context=context, convert=convert)
             else:
                 note = "no sizes: a forward would need every stage of the pipeline"
-                example = getattr(module, "example_input_array", None)
+                example = module.example_input_array
                 table = _table(module, self.max_depth, held, _Seen(note=None if example is None else note))
             costs = trainer.strategy.costs(module, plugin, trainer.world_size)
             self.show(table, [] if costs is None else cost_lines(costs, trainer.optimizers))

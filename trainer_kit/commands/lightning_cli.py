@@ -187,6 +187,9 @@ class LightningCLI:
     }
     """Methods of Lightning's class that this one does not call: by name, the replacement."""
 
+    config_init: Any = None
+    """The configuration with its objects; None until they are made."""
+
     def __init__(
         self,
         model_class: Any = None,
@@ -278,7 +281,7 @@ class LightningCLI:
         Args:
             kwargs: arguments that override all others.
         """
-        made = self._parsed.instantiate() if not hasattr(self, "config_init") else self._get(self.config_init)
+        made = self._parsed.instantiate() if self.config_init is None else self._get(self.config_init)
         given = {**made["trainer"].as_dict(), **self._fixed(made["trainer"]), **kwargs}
         parser = cast(LightningArgumentParser, self._parsed.parser)
         callbacks = [*_several(given.get("callbacks")), *(made[key] for key in parser.callback_keys)]

@@ -203,7 +203,12 @@ def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple
         try:
             value = getattr(value, name)
         except AttributeError as error:
-            if stored and position == len(attributes) and not hasattr(error, "fix") and ": " not in str(error):
+            if (
+                stored
+                and position == len(attributes)
+                and not isinstance(error, TrainerKitError)
+                and ": " not in str(error)
+            ):
                 return None, None  # a user-defined attribute
             problem, fix = reason(error)
             return None, Answer("attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None)

@@ -11,6 +11,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Final, final
 
+from trainer_kit.core.errors import TrainerKitError
+
 __all__ = [
     "PACKAGES",
     "Finding",
@@ -133,8 +135,8 @@ def needs(error: BaseException) -> str | None:
 
 def reason(error: BaseException) -> tuple[str, str | None]:
     """Problem and fix of an error, from its fields or else its text."""
-    if hasattr(error, "problem"):
-        return error.problem, getattr(error, "fix", None)
+    if isinstance(error, TrainerKitError):
+        return error.problem, error.fix
     text = str(error)
     if found := re.search(r"^(.*?)\n\s*(?:found:.*\n\s*)?fix: +(.*)$", text, re.DOTALL):
         return found[1], found[2]

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final
 from torch.profiler import ProfilerActivity, schedule
 
 from trainer_kit.compat.refusals import refused
-from trainer_kit.core.arguments import as_list, check_fields, check_timeout, positive
+from trainer_kit.core.arguments import as_list, check_fields, check_timeout, positive, word_of
 from trainer_kit.core.configuration_sources import variable
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.registry import STRATEGIES
@@ -99,7 +99,7 @@ _HOOKS: Final = {
 
 
 def _hook_type(word: str | Enum) -> DDPCommunicationHookType:
-    text = str(getattr(word, "value", word)).lower().replace("powersgd", "power_sgd")  # Lightning's word
+    text = word_of(word).lower().replace("powersgd", "power_sgd")  # Lightning's word
     try:
         return DDPCommunicationHookType(text)
     except ValueError:

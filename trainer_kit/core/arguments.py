@@ -8,13 +8,14 @@ import types
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from datetime import timedelta
+from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["as_list", "check_fields", "check_timeout", "known_arguments", "positive"]
+__all__ = ["as_list", "check_fields", "check_timeout", "known_arguments", "positive", "word_of"]
 
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
@@ -138,6 +139,17 @@ def as_list(given: Any, *single: type) -> list[Any]:
     if isinstance(given, (str, bytes, Mapping, *single)) or not isinstance(given, Iterable):
         return [given]
     return list(given)
+
+
+def word_of(value: Any) -> str:
+    """A word from a string or from a member of an enumeration, such as Accelerate's.
+
+    Example:
+        >>> from enum import Enum
+        >>> word_of("fp16"), word_of(Enum("Kind", {"HALF": "fp16"}).HALF)
+        ('fp16', 'fp16')
+    """
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def known_arguments(

@@ -19,14 +19,17 @@ from trainer_kit.core.progress import Progress
 
 __all__ = [
     "CheckpointRequest",
+    "DrawsProgress",
     "Group",
     "LeavesOutSteps",
+    "LimitsTime",
     "Logger",
     "MicroSteps",
     "ModuleLike",
     "ReplaysSteps",
     "SetsAccumulation",
     "SplitsBatches",
+    "StopsEarly",
     "TrainerLike",
 ]
 
@@ -92,6 +95,10 @@ class Group(Protocol):
     rank: int
     size: int
 
+    @property
+    def group(self) -> Any:
+        """The torch process group; None for one process, or if another library exchanges the tensors."""
+
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
 
@@ -145,6 +152,35 @@ class SetsAccumulation(Protocol):
 
     def get_accumulate_grad_batches(self, epoch: int) -> int:
         """The number of micro-batches per window in this epoch."""
+
+
+@runtime_checkable
+class StopsEarly(Protocol):
+    """A callback such as `EarlyStopping`, which the Trainer shows as ``early_stopping_callback``."""
+
+    stopped_epoch: int
+
+
+@runtime_checkable
+class DrawsProgress(Protocol):
+    """A progress bar: `print` writes above a line that is on the screen."""
+
+    refresh_rate: int
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether a line is on the screen."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print without tearing the line."""
+
+
+@runtime_checkable
+class LimitsTime(Protocol):
+    """A callback that ends the run after some time."""
+
+    def time_remaining(self, stage: str = "train") -> float | None:
+        """Seconds until the limit; None without one."""
 
 
 @runtime_checkable

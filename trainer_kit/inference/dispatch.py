@@ -12,12 +12,13 @@ from typing import Any, Final, TypeAlias, final
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError, did_you_mean
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.inference.device_map import Device, accelerators, name_of, resolve_device
 from trainer_kit.inference.lazy_weights import OnDisk, open_weights, read_one, tensor_like, write_weights
-from trainer_kit.inference.offload_hooks import Call, LayerHooks, Lock, ModelHooks, OffloadedTensor, is_meta, put
+from trainer_kit.inference.offload_hooks import Call, LayerHooks, ModelHooks, OffloadedTensor, is_meta, put
 
 __all__ = [
     "Dispatched",

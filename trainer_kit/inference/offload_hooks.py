@@ -2,38 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
+from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.tensors import map_movable, move_to_device
 from trainer_kit.inference.lazy_weights import OnDisk
 
-__all__ = ["Call", "LayerHooks", "Lock", "ModelHooks", "OffloadedTensor", "is_meta", "put"]
+__all__ = ["Call", "LayerHooks", "ModelHooks", "OffloadedTensor", "is_meta", "put"]
 
 _TRAINING: Final = "weights that are offloaded are not trained"
-
-
-@final
-class Lock(AbstractContextManager[None]):
-    """A lock that can be copied with its model; the copy is a new lock."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
-        return Lock, ()
 
 
 @final

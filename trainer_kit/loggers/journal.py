@@ -42,6 +42,8 @@ class JSONLLogger(DirectoryLogger):
         [0.5]
     """
 
+    _file: int | None = None  # also of an object whose constructor failed
+
     def __init__(
         self,
         save_dir: str | os.PathLike[str],
@@ -175,7 +177,7 @@ class JSONLLogger(DirectoryLogger):
         return {**vars(self), "_file": None}
 
     def __del__(self) -> None:
-        if getattr(self, "_file", None) is not None:
+        if self._file is not None:
             self._close()
 
 

@@ -9,7 +9,6 @@ import json
 import math
 import os
 import re
-import threading
 from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, final
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
+from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, LogError
 
@@ -24,7 +24,6 @@ __all__ = [
     "DEFAULT_NAME",
     "DirectoryLogger",
     "DummyLogger",
-    "Lock",
     "flatten",
     "numbers",
     "one_at_a_time",
@@ -150,23 +149,6 @@ def _shape(value: Any) -> str:
 
 
 DEFAULT_NAME: Final = "trainer_kit_logs"
-
-
-@final
-class Lock:
-    """A reentrant lock of a logger; a copy of the logger in another process has a lock of its own."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
-
-    def __reduce__(self) -> tuple[type[Lock], tuple[()]]:
-        return Lock, ()
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

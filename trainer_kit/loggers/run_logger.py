@@ -14,9 +14,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
+from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
-from trainer_kit.loggers.layout import DEFAULT_NAME, Lock, numbers, one_at_a_time, params_dict, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, numbers, one_at_a_time, params_dict, plain
 from trainer_kit.loggers.media import as_table, csv_text, flat_values, histogram, path_part, picture, rendered
 from trainer_kit.loggers.uploads import CheckpointUploads
 

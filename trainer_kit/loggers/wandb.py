@@ -11,9 +11,10 @@ from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 
+from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
-from trainer_kit.loggers.layout import DEFAULT_NAME, Lock, one_at_a_time, params_dict, plain
+from trainer_kit.loggers.layout import DEFAULT_NAME, one_at_a_time, params_dict, plain
 from trainer_kit.loggers.uploads import CheckpointUploads
 
 __all__ = ["WandbLogger"]

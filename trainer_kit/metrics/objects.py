@@ -18,7 +18,7 @@ def count_once(module: nn.Module, strategy: Strategy) -> None:
     if strategy.reports.size < strategy.world.size:
         for part in module.modules():
             if hasattr(type(part), "update_count") and part.process_group is None:  # torchmetrics' own default
-                part.process_group = getattr(strategy.reports, "group", None)
+                part.process_group = strategy.reports.group
 
 
 def place_of(metric: Any, module: nn.Module | None) -> str | None:

@@ -201,13 +201,16 @@ def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def note_configured(optimizer: Optimizer) -> None:
+def note_configured(optimizer: Optimizer, again: bool = True) -> None:
     """Keep the options of each group as the user configured them, for comparison when a checkpoint is loaded.
 
     The optimizer may come from an earlier fit of this process. An option that still has its value at the end of that
-    fit counts as configured with its value before that fit; any other value is the user's.
+    fit counts as configured with its value before that fit; any other value is the user's. ``again=False`` keeps the
+    options of an earlier call.
     """
     known = vars(optimizer)
+    if _AS_CONFIGURED in known and not again:
+        return
     before, left = known.get(_AS_CONFIGURED, ()), known.get(_AFTER_TRAINING, ())
     options = _options(optimizer)
     for now, was, end in zip(options, before, left, strict=False):

@@ -252,6 +252,11 @@ class OptimizerProxy(Optimizer):
         # Optimizer.__init__ would make new groups and state.
         self.optimizer = optimizer
 
+    @staticmethod
+    def unwrapped(optimizer: Any) -> Any:
+        """The user's optimizer below a proxy; anything else is returned as it is."""
+        return optimizer.optimizer if isinstance(optimizer, OptimizerProxy) else optimizer
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups

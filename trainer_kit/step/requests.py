@@ -7,12 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
+from weakref import WeakSet
 
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.launch.program import requeue
 
 __all__ = ["Requests", "ended_by", "listening", "requeue_once", "terminable"]
 
+_HANDLERS: Final[WeakSet[Any]] = WeakSet()
 _USR1: Final[int | None] = getattr(signal, "SIGUSR1", None)  # batch systems send it shortly before the time limit
 
 
@@ -136,7 +138,7 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
         for number in mine:
             signal.signal(number, signal.SIG_DFL)
 
-    on_signal._is_ours = True  # type: ignore[attr-defined]
+    _HANDLERS.add(on_signal)
     for number in mine:
         signal.signal(number, on_signal)
     return end
@@ -144,7 +146,7 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
 
 def _is_free(number: int) -> bool:
     handler = signal.getsignal(number)
-    return handler == signal.SIG_DFL or hasattr(handler, "_is_ours")
+    return handler == signal.SIG_DFL or handler in _HANDLERS
 
 
 def requeue_once(requests: Requests) -> str:

@@ -28,6 +28,10 @@ class Alone:
         """The tensor itself."""
         return tensor
 
+    @property
+    def group(self) -> None:
+        """None: there is no process group."""
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Shape (1, *tensor.shape)."""
         return tensor.unsqueeze(0)

@@ -12,6 +12,7 @@ from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Text
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.protocols import LimitsTime
 from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
@@ -155,7 +156,7 @@ def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
 
 def _limits(trainer: Session) -> str:
     settings = trainer.settings
-    timers = [callback.time_remaining() for callback in trainer.callbacks if hasattr(callback, "time_remaining")]
+    timers = [callback.time_remaining() for callback in trainer.callbacks if isinstance(callback, LimitsTime)]
     parts = []
     if settings.max_epochs is not None:
         parts.append(f"{settings.max_epochs} epochs")

@@ -25,7 +25,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
-from trainer_kit.core.protocols import CheckpointRequest, Logger, SetsAccumulation
+from trainer_kit.core.protocols import CheckpointRequest, DrawsProgress, Logger, SetsAccumulation, StopsEarly
 from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
@@ -36,7 +36,7 @@ from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper
-from trainer_kit.step.optimizers import LRSchedulerConfig, parameters_of
+from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, parameters_of
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -562,10 +562,6 @@ class Session:
         self._own_callbacks = self._callbacks = sorted_callbacks(callbacks)
         self.read_accumulation()
 
-    def first_callback(self, attribute: str) -> Any:
-        """The first callback that has ``attribute``, or None."""
-        return next((callback for callback in self._callbacks if hasattr(callback, attribute)), None)
-
     @property
     def checkpoint_callbacks(self) -> list[KeepsCheckpoints]:
         """All callbacks that keep checkpoints."""
@@ -582,19 +578,19 @@ class Session:
         return next((callback for callback in self._callbacks if isinstance(callback, SetsAccumulation)), None)
 
     @property
-    def early_stopping_callback(self) -> Any:
+    def early_stopping_callback(self) -> StopsEarly | None:
         """The first `EarlyStopping`, or None."""
-        return self.first_callback("stopped_epoch")
+        return next(iter(self.early_stopping_callbacks), None)
 
     @property
-    def early_stopping_callbacks(self) -> list[Any]:
+    def early_stopping_callbacks(self) -> list[StopsEarly]:
         """All `EarlyStopping` callbacks."""
-        return [callback for callback in self._callbacks if hasattr(callback, "stopped_epoch")]
+        return [callback for callback in self._callbacks if isinstance(callback, StopsEarly)]
 
     @property
-    def progress_bar_callback(self) -> Any:
+    def progress_bar_callback(self) -> DrawsProgress | None:
         """The progress bar, or None."""
-        return self.first_callback("refresh_rate")
+        return next((callback for callback in self._callbacks if isinstance(callback, DrawsProgress)), None)
 
     @property
     def loggers(self) -> list[Any]:
@@ -747,7 +743,7 @@ class Session:
         value, algorithm = own_value if value is None else value, algorithm or own_algorithm
         if value is None:
             return
-        raw = getattr(optimizer, "optimizer", optimizer)
+        raw = OptimizerProxy.unwrapped(optimizer)
         self.precision_plugin.unscale_gradients(raw)
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
 
@@ -836,7 +832,7 @@ class Session:
         if not self.is_global_zero:
             return
         bar = self.progress_bar_callback
-        say = bar.print if getattr(bar, "is_drawn", False) else print
+        say = bar.print if bar is not None and bar.is_drawn else print
         say(*values, **options)
 
     def say(self, line: str) -> None:

@@ -101,7 +101,7 @@ def optimizer_states(
         found[parameter] = {} if steps is None else {_STEP: torch.tensor(steps, dtype=torch.float32)}
         for name, dtype in kinds.items():
             moment = own.get(name, torch.empty(0, dtype=dtype, device=parameter.device))
-            whole = whole_of(piece, parameter.shape, moment, keep, getattr(data, "group", None))
+            whole = whole_of(piece, parameter.shape, moment, keep, data.group)
             found[parameter][name] = parts.placed(whole, parameter)
     return found
 

@@ -82,7 +82,7 @@ class ContextParallel(Transform):
                 fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
                 "MeshStrategy(cp=..., plan=...)",
             )
-        return cls(plan.context, hasattr(module, "loss_weight") and is_overridden("loss_weight", module, TrainModule))
+        return cls(plan.context, isinstance(module, TrainModule) and is_overridden("loss_weight", module, TrainModule))
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Store the axis. The module itself does not change: `attending` replaces the attention function.
