@@ -47,7 +47,7 @@ test test-all test-quick soak: export PYTHONDONTWRITEBYTECODE =
 # Tests wait for thousands of small files to be durable: in memory, where 4 GB are free, that takes no time.
 ROOM := $(shell df --output=avail /dev/shm 2>/dev/null | tail -n 1)
 ifeq ($(shell test -w /dev/shm && test "$(ROOM)" -gt 4000000 && echo yes),yes)
-test test-all test-quick: export PYTEST_DEBUG_TEMPROOT = /dev/shm
+test test-all test-quick test-trackers: export PYTEST_DEBUG_TEMPROOT = /dev/shm
 endif
 
 demo: .venv/.demo
@@ -79,9 +79,9 @@ TRACKERS := .venv-trackers/bin/python
 	$(TRACKERS) -m pip install --no-deps -r tests/loggers/trackers.txt
 	@touch $@
 
-# ClearML is in .venv: CLEARML_TESTS=1 make test-all runs its part.
+# ClearML is in .venv, so it runs here and in make test-all.
 test-trackers: .venv-trackers/.stamp
-	$(TRACKERS) -m pytest tests/loggers/test_trackers.py -k "not clearml"
+	$(TRACKERS) -m pytest tests/loggers/test_trackers.py -rs
 
 # torch_xla goes with one build of torch, and with none of the other libraries that ask for a newer one.
 XLA := .venv-xla/bin/python

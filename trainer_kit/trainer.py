@@ -96,7 +96,7 @@ class Trainer(Session):
         plugins: a precision object.
         sync_batchnorm: convert batch norms to ``SyncBatchNorm``; on accelerators only.
         reload_dataloaders_every_n_epochs: call ``train_dataloader()`` and ``val_dataloader()`` again after this many
-            epochs; 0: once per fit.
+            epochs; 0: once per fit. A ``val_dataloader()`` that returns None ends validation until it returns one.
         default_root_dir: the directory of runs (default: the working directory). With a URL that fsspec supports,
             checkpoints go there; loggers need a local directory.
         max_duration: a limit in any unit.

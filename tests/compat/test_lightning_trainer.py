@@ -522,6 +522,44 @@ def test_loaders_are_made_again_every_n_epochs(every, asked, read, validated):
     assert trainer.global_step == len(read)
 
 
+@pytest.mark.parametrize("none", [lambda: None, list, lambda: DataLoader(torch.zeros(0, 32), batch_size=4)])
+@pytest.mark.parametrize(("given", "validated"), [((0, 3), [1, 4]), ((1, 2), [2, 3])])
+def test_validation_stops_and_begins_with_its_loaders(none, given, validated, capsys):
+    class Sometimes(Reloads):
+        def val_dataloader(self):
+            return super().val_dataloader() if self.current_epoch in given else none()
+
+    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1}
+    module = Sometimes()
+    trainer = tk.Trainer(**options, max_epochs=4)
+    trainer.fit(module)
+    assert module.validated == validated
+    assert trainer.num_val_batches == ([1] if 3 in given else [])
+    lines = [line for line in capsys.readouterr().out.splitlines() if "validation from epoch" in line]
+    changes = ["no validation from epoch 1", "validation from epoch 3"]
+    if given == (1, 2):
+        changes = ["validation from epoch 1", "no validation from epoch 3"]
+    assert [line.split(" on:")[0] for line in lines] == changes
+
+
+def test_a_run_resumes_in_an_epoch_without_validation(tmp_path):
+    class Sometimes(Reloads):
+        def val_dataloader(self):
+            return super().val_dataloader() if self.current_epoch in (0, 3) else None
+
+    options = QUIET | {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4, "default_root_dir": tmp_path}
+    options |= {"num_sanity_val_steps": 0}
+    whole = Sometimes()
+    tk.Trainer(**options).fit(whole)
+    first, then = Sometimes(last=6), Sometimes()
+    keeps = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)  # in the middle of epoch 1
+    with pytest.raises(ArithmeticError):
+        tk.Trainer(**options | {"enable_checkpointing": True}, callbacks=[keeps]).fit(first)
+    tk.Trainer(**options).fit(then, ckpt_path=tmp_path / "step-00000004")
+    assert then.read == whole.read[4:]
+    assert first.validated + then.validated == whole.validated == [1, 4]
+
+
 def test_a_fraction_of_an_epoch_follows_its_new_length():
     module = Reloads()
     options = QUIET | {"num_sanity_val_steps": 0, "val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 2}

@@ -101,6 +101,7 @@ def released():
 def hurried(monkeypatch):
     """Seconds become tenths, so that blocking loggers do not hold the tests up."""
     monkeypatch.setattr(delivery, "_PATIENCE", 1.0)
+    monkeypatch.setattr(delivery, "_GRACE", 3.0)
     monkeypatch.setattr(delivery, "_SHORT", 0.1)
 
 
@@ -177,6 +178,28 @@ def test_a_logger_of_100_ms_a_call_does_not_slow_the_steps(tmp_path):
     trainer.fit(Times(), [torch.randn(2, 32) for _ in range(60)])
     assert ends[0] < 3  # 60 calls take 6 s
     assert [step for step, _ in logger.values] == list(range(1, 61))  # the close waits for them
+
+
+@pytest.mark.parametrize("seconds", [2.5, 30.0])
+def test_a_close_waits_for_a_first_call_but_not_for_ever(tmp_path, capsys, released, monkeypatch, seconds):
+    monkeypatch.setattr(delivery, "_PATIENCE", 0.5)
+    monkeypatch.setattr(delivery, "_GRACE", 6.0)
+
+    def fault(name, count):
+        if name == "log_hyperparams":
+            released.wait(seconds)
+
+    begun = time.monotonic()
+    fit(tmp_path, logger := Faulty(fault), checkpoints=False)
+    if seconds < 6:  # such as a database that is created
+        assert logger.values == journal(tmp_path)
+        assert [step for step, _ in logger.values] == list(range(1, 21))
+        assert logger.calls["finalize"] == 1
+        return
+    assert time.monotonic() - begun < 20
+    assert logger.values == []
+    _, left = lines_about(capsys, "Faulty")
+    assert "20 values are not logged there; all values are in" in left
 
 
 def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):

@@ -244,3 +244,50 @@ def test_two_ranks(strategy: str) -> None:
             with pytest.raises(NonFiniteError, match=r"(?s)at step 6\n.*samples 22, 23 of the dataset\).*"):
                 train(again, loader(data, 2), strategy=strategy, devices=2, callbacks=[NaNGuard()], **RUN)
             dist.barrier()
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import trainer_kit as tk
+from tests.parity.test_nan_guard import QUIET, loader, marked, samples
+
+class Killed(tk.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == int(sys.argv[1]):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+module = marked()
+saving = tk.callbacks.ModelCheckpoint("kept", every_n_train_steps=7, save_top_k=-1)
+guard = tk.callbacks.NaNGuard("rollback", n=3)
+trainer = tk.Trainer(
+    accelerator="cpu", devices=1, max_epochs=1, log_every_n_steps=3, logger=False, enable_progress_bar=False,
+    enable_model_summary=False, callbacks=[saving, guard, Killed()],
+)
+trainer.fit(module, loader(samples(s33=950.0)), ckpt_path="kept/step-00000007" if sys.argv[1] == "-1" else None)
+torch.save(module.net.state_dict(), "weights")
+Path("skipped").write_text(str(guard.skipped_steps))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("killed", "left_out"), [(11, {6, 7, 8, 9}), (7, {8, 9})])
+def test_a_kill_inside_the_window_of_a_rollback(programs: Any, tmp_path: Path, killed: int, left_out: set[int]) -> None:
+    """Step 9 is bad; the newest checkpoint is of step 7. Killed after step 11 it was written again without steps 6, 7.
+
+    Killed before the bad step the resumed run has no state from before the window, and says so.
+    """
+    assert programs.run_code(KILLED, str(killed)).returncode == -9
+    assert [path.name for path in sorted(tmp_path.glob("kept/step-*"))] == ["step-00000007"]
+    done = programs.run_code(KILLED, "-1")
+    assert done.returncode == 0, done.stderr
+    net = make_net()
+    by_hand(net, samples(s33=950.0), left_out)
+    module = marked()
+    module.net.load_state_dict(torch.load("weights"))
+    assert_same(module.net, net)
+    assert ("going back" in done.stdout) == (killed == 7), "the other checkpoint knows the bad step"
+    assert (tmp_path / "skipped").read_text() == "[9]"
+    fewer = "steps 8 to 9 are left out, but not from step 6 on: there is no state before step 7"
+    assert (fewer in done.stdout) == (killed == 7)

@@ -188,6 +188,37 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
         train(net(), batches, strategy="fsdp", devices=2, callbacks=[AutoMicroBatch()], **options)
 
 
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_memory_that_is_full_before_the_forward_of_one_rank() -> None:
+    class Moves(Logging):
+        def __init__(self, full: bool) -> None:
+            super().__init__(make_net().double(), sgd)
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))  # the wrapper sends rank 0's
+            self.full, self.moved = full, 0
+
+        def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
+            self.moved += 1
+            if self.full and dist.get_rank() == 1 and self.moved == 3:
+                _raise(None)
+            return batch
+
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            self.seen += len(batch[1])
+            return super().training_step(batch, batch_idx)
+
+    batches = doubled(make_batches(8))
+    for k in (1, 2):
+        with case(k=k):
+            options = {**QUIET, "enable_checkpointing": False, "max_epochs": 1, "accumulate_grad_batches": k}
+            plain, module, auto = Moves(False), Moves(True), AutoMicroBatch()
+            train(plain, batches, strategy="ddp", devices=2, **options)
+            train(module, batches, strategy="ddp", devices=2, callbacks=[auto], **options)
+            assert auto.parts == 2
+            assert_close(module.net, plain.net)
+            assert module.seen == plain.seen
+
+
 @pytest.mark.world_size(2)
 def test_a_forward_that_needs_every_rank_cannot_be_repeated_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
     # torch refuses these layers on a CPU, where accelerators come as far as the question of AutoMicroBatch

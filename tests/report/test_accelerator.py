@@ -124,13 +124,24 @@ warnings.simplefilter("always")
 warnings.warn("slow")
 if sys.argv[1] == "raises":
     raise RuntimeError("broken")
-if sys.argv[1] == "leaves":
-    sys.exit(3)
+if sys.argv[1] == "is interrupted":
+    raise KeyboardInterrupt
+if sys.argv[1].startswith("leaves"):
+    sys.exit(int(sys.argv[1][-1]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("how", "code", "status"), [("raises", 1, "failed"), ("leaves", 3, "interrupted")])
+@pytest.mark.parametrize(
+    ("how", "code", "status"),
+    [
+        ("raises", 1, "failed"),
+        ("is interrupted", -2, "interrupted"),
+        ("leaves with 3", 3, "exited"),
+        ("leaves with 0", 0, "exited"),
+        ("ends", 0, "exited"),
+    ],
+)
 def test_a_script_that_does_not_reach_its_end(programs, tmp_path, how, code, status):
     assert programs.run_code(LOOP, how).returncode == code
     (run,) = data_of(PAGE)["runs"]

@@ -374,9 +374,13 @@ class Trackers:
 
     def _leave(self) -> None:
         self._deliveries.close(None)
-        error = getattr(sys, "last_value", None)  # the exception that ended the script
-        failed = error is not None and not isinstance(error, KeyboardInterrupt)
-        self._end_report("failed" if failed else "interrupted", error if failed else None)
+        error = getattr(sys, "last_value", None)  # the exception that ended the script; a SystemExit is not kept there
+        if error is None:
+            self._end_report("exited")
+        elif isinstance(error, KeyboardInterrupt):
+            self._end_report("interrupted")
+        else:
+            self._end_report("failed", error)
 
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run; its thread calls this, on any process."""

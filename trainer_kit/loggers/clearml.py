@@ -71,7 +71,12 @@ class ClearMLLogger(RunLogger):
 
     def _begin(self, id: str | None) -> tuple[Any, str]:
         from clearml import Task
+        from clearml.config import config
 
+        if config.get("development.report_use_subprocess", None) is None:
+            # By default on Linux ClearML forks its reporter while its search for a repository starts programs. If the
+            # reporter inherits the pipe of such a start, the search and the end of the task wait for each other.
+            Task._report_subprocess_enabled = False  # type: ignore[assignment]
         if self._offline:
             Task.set_offline(True)
         continues = id is not None and not id.startswith("offline-")

@@ -20,6 +20,8 @@ _KEPT: Final = 1000
 """The most calls to keep in memory for one logger; further values are read back from the journal."""
 _PATIENCE: Final = 10.0
 """The most seconds that a start, a close or the sync of a checkpoint's journal waits for all loggers together."""
+_GRACE: Final = 60.0
+"""The most seconds, from its beginning, that a close waits for a logger's first call: it may create a database."""
 _SHORT: Final = 1.0
 """The most seconds that a checkpoint waits for loggers other than the journal."""
 _QUIET: Final = 60.0
@@ -129,6 +131,8 @@ class Delivery:
         self._attempts = 0
         self._closing: float | None = None  # when to give up on a failing logger; None while the run continues
         self._late = False
+        self._begun: float | None = None  # when the first call began; None once a call has succeeded
+        self._starting = not journals
         self._warned = -_QUIET
         self._refused: set[type[BaseException]] = set()
 
@@ -228,15 +232,39 @@ class Delivery:
             self._closing = time.monotonic() + _LAST
             self._changed.notify_all()
 
-    def wait_closed(self, deadline: float) -> bool:
-        """Wait until the thread has ended; return whether every call is done. One line reports the calls left."""
+    def wait_closed(self, deadline: float, grace: bool = True) -> bool:
+        """Wait until the thread has ended; return whether every call is done. One line reports the calls left.
+
+        Args:
+            deadline: the end of the wait.
+            grace: wait longer for a logger that is still in its first call: up to 60 seconds from its beginning.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, max(0.0, deadline - time.monotonic()))
+            starts = self._starts_until() if grace else None
+        if starts is not None:
+            self._wait_for_start(starts)
+        with self._changed:
             left, busy, done = self._pending(), self._busy, not self._queue and self._thread is None
         if not done:
             state = f"{busy[0]} has not returned for {time.monotonic() - busy[1]:.0f} s" if busy else "it fails"
             self._say(f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}")
         return done
+
+    def _starts_until(self) -> float | None:
+        """The end of the wait for a first call that is under way; None if there is none to wait for."""
+        begun, now = self._begun, time.monotonic()
+        return None if begun is None or self._thread is None or now >= begun + _GRACE else begun + _GRACE
+
+    def _wait_for_start(self, until: float) -> None:
+        """Wait for the first call, then for the calls behind it as long as any close does."""
+        self._warn(f"its first call has not returned yet; waiting for it, up to {until - time.monotonic():.0f} s")
+        with self._changed:
+            ended = self._changed.wait_for(
+                lambda: self._thread is None or self._begun is None, max(0.0, until - time.monotonic())
+            )
+            if ended:
+                self._changed.wait_for(lambda: self._thread is None, _PATIENCE)
 
     # -- on the logger's thread ------------------------------------------------------------------------------------
 
@@ -261,6 +289,8 @@ class Delivery:
         if method is None:
             return None
         self._busy = call.method, time.monotonic()
+        if self._starting:
+            self._starting, self._begun = False, time.monotonic()
         arguments = tuple(dict(one) if isinstance(one, dict) else one for one in call.arguments)  # it may change them
         try:
             method(*arguments)
@@ -300,7 +330,7 @@ class Delivery:
             call = self._queue[position]
             del self._queue[position]
             self._done = max(self._done, call.ticket)
-            answers, self._failing, self._attempts = self._failing is not None, None, 0
+            answers, self._failing, self._attempts, self._begun = self._failing is not None, None, 0, None
             self._late = self._late and bool(self._queue)
             self._changed.notify_all()
         if answers:
@@ -500,14 +530,15 @@ class Deliveries:
 
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``; None to wait only.
-            at_once: wait 1 second instead of 10; a slower logger gets the rest of its calls later.
+            at_once: wait 1 second instead of 10; a slower logger gets the rest of its calls later. Otherwise a logger
+                that is still in its first call gets up to 60 seconds from the beginning of that call.
         """
         deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
         closing = self.each()
         for one in closing:
             one.close(status)
         for one in closing:
-            if one.wait_closed(deadline):
+            if one.wait_closed(deadline, grace=not at_once):
                 del self._each[id(one.logger)]
 
 

@@ -99,7 +99,8 @@ class RunReport:
         """Record the end of a stage, and write the last page.
 
         Args:
-            status: finished, interrupted or failed.
+            status: finished, interrupted, failed, or exited: a script ended without ``end_training``, and without an
+                exception that is known.
             error: the error that ended the run.
             seconds: the time limit for reading the journal.
         """

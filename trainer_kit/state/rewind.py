@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import decode, encode
 from trainer_kit.core.errors import NonFiniteError, TrainerKitError
+from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
 from trainer_kit.core.tensors import are_finite
 from trainer_kit.step.run import Fit, Rewind
@@ -34,6 +35,19 @@ class _Held:
         """A copy: optimizers keep the tensors that they are given, and change them."""
         state: dict[str, Any] = decode(self.tree, {name: tensor.clone() for name, tensor in self.tensors.items()})
         return state
+
+
+@final
+@dataclass
+class _Rewrite:
+    """A request to write a checkpoint again, whose state holds steps that are left out now."""
+
+    path: Location
+    weights_only: bool
+    reason: str = "steps are left out"
+
+    def saved(self, path: Location) -> None:
+        """The callback that asked for it the first time has it in its records."""
 
 
 @final
@@ -74,6 +88,7 @@ class Guard:
         self._met = False
         self._publish: Any = None
         self._asked: list[tuple[int, list[tuple[str, CheckpointRequest | None]]]] = []
+        self._written: list[tuple[int, Mapping[str, bool]]] = []
 
     @property
     def searching(self) -> bool:
@@ -93,6 +108,9 @@ class Guard:
             due = any(row[0] for row in world.agree([due]))
         if not due:
             return
+        if not self._states:  # a checkpoint inside such a window knows the bad step that is to come
+            for bad in (one for one in self._left_out if one > step):
+                run.windows.left_out.update(range(max(step + 1, bad - self._back), bad + 1))
         began = monotonic()
         tensors: dict[str, Tensor] = {}
         state = self._collect()
@@ -105,8 +123,13 @@ class Guard:
         self._states.append(_Held(step, tree, tensors, buffers, run.windows.length))
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
             self._states.pop(0)
+        self._written = [one for one in self._written if one[0] > self._states[0].step]
         self._held_at = monotonic()
         self._cost = self._held_at - began
+
+    def wrote(self, step: int, paths: Mapping[str, bool]) -> None:
+        """Note the checkpoints of this step: one inside a window that is left out later is written again."""
+        self._written.append((step, paths))
 
     def found(self, run: Fit, error: NonFiniteError, published: int) -> None:
         """Go back to find the step of ``error``; returns only where that was done already.
@@ -200,12 +223,31 @@ class Guard:
                 + ("; NaNGuard('skip') leaves such steps out" if self._raises else ""),
             )
         self._met = True
-        self._left_out.append(step)
+        if step not in self._left_out:
+            self._left_out.append(step)
         self._first = max(self._states[0].step + 1, step - self._back)
         run.windows.left_out.update(range(self._first, step + 1))
+        self._write_again(run)
         steps = f"step {step} is" if self._first == step else f"steps {self._first} to {step} are"
-        run.say(f"{problem}: {found}; {steps} left out")
+        first = max(1, step - self._back)
+        kept = (
+            ""
+            if first == self._first
+            else f", but not from step {first} on: there is no state before step {self._first - 1}"
+        )
+        run.say(f"{problem}: {found}; {steps} left out{kept}")
         raise Rewind
+
+    def _write_again(self, run: Fit) -> None:
+        """Request the checkpoints again that hold steps of the window that is left out, where they still exist."""
+        stale = [one for one in self._written if one[0] >= self._first]
+        self._written = [one for one in self._written if one[0] < self._first]
+        there = run.strategy.world.broadcast([path for _, paths in stale for path in paths if locate(path).exists()])
+        for step, paths in stale:
+            again: list[tuple[str, CheckpointRequest | None]] = [
+                ("left out", _Rewrite(locate(path), weights)) for path, weights in paths.items() if path in there
+            ]
+            self._asked.append((step, again))
 
     def _end_search(self, run: Fit) -> None:
         error, self._found = self._found, None

@@ -68,6 +68,8 @@ def save_requested(run: Fit, last: bool = False) -> bool:
     paths = run.strategy.world.broadcast(paths)
     save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
     asked.clear()
+    if run.guard is not None:
+        run.guard.wrote(run.progress.step, paths)
     states = {weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))}
     _begin(run, save, states)
     return True if run.saver.background and not last else settle_save(run)

@@ -41,6 +41,9 @@ class StepGuard(Protocol):
     def found(self, run: Fit, error: NonFiniteError, published: int) -> None:
         """Raise `Rewind` to find the step of ``error``; return where that was done already."""
 
+    def wrote(self, step: int, paths: Mapping[str, bool]) -> None:
+        """Note the checkpoints of this step: by path, whether it holds the weights alone."""
+
     def rewind(self, run: Fit) -> None:
         """Put a held state back."""
 

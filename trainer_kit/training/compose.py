@@ -318,13 +318,27 @@ def _windows(
 
 
 def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any, passed: bool) -> None:
-    """Between two epochs, call the hooks that make the loaders again; training loaders that were passed stay."""
+    """Between two epochs, call the hooks that make the loaders again; training loaders that were passed stay.
+
+    A hook that gives no validation loader, or none with a batch, ends validation until it gives one.
+    """
     if not passed:
         _reload_training(trainer, run, datamodule)
     now = run.validation
-    if now is not None and (made := _validation(trainer, run.module, datamodule, val_loaders, run.bus)) is not None:
+    if now is None and val_loaders is not None:  # they had no batch, or there is no validation_step
+        return
+    made = _validation(trainer, run.module, datamodule, val_loaders, run.bus)
+    if (now is None) != (made is None):
+        change = "no validation" if made is None else "validation"
+        trainer.say(
+            f"{change} from epoch {run.progress.epoch} on: val_dataloader gave {'no' if made is None else 'a'} batch"
+        )
+    if now is not None and made is not None:
         now.feeds, now.limits = made.feeds, made.limits
-        trainer.num_val_batches = [float("inf") if one is None else one for one in made.limits]
+    else:
+        run.validation = made
+    run.schedule.validates = made is not None
+    trainer.num_val_batches = [] if made is None else [float("inf") if one is None else one for one in made.limits]
 
 
 def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
