@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
 
-from trainer_kit import Accelerator, DataLoaderConfiguration, skip_first_batches
+from trainer_kit import Accelerator, DataLoaderConfiguration, PartialState, gather_object, skip_first_batches
+from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 
 N = 22
@@ -292,3 +293,60 @@ def test_a_position_is_counted_in_samples(tmp_path, size, batch):
         accelerator.load_state(tmp_path / "state")
         found = torch.cat([torch.empty(0, dtype=torch.long), *(x for (x,) in loader)]).tolist()
         assert found == list(range(min(10, size * batch), 10))
+
+
+def drawn(data):
+    """One random number per batch, drawn inside the loop."""
+    return [torch.rand(1).item() for _ in data]
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("made_by", ["accelerator", "function"])
+def test_rng_types_are_copied_from_the_main_process_at_each_epoch(made_by):
+    def prepared(rng_types):
+        loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=4)
+        if made_by == "function":
+            return prepare_data_loader(loader, rng_types=rng_types)
+        return Accelerator(cpu=True, rng_types=rng_types).prepare(loader)
+
+    for rng_types, equal in ((["torch"], True), (["generator"], False), (None, False)):
+        data = prepared(rng_types)
+        rank = PartialState().process_index
+        torch.manual_seed(rank)
+        for _ in range(2):
+            numbers = gather_object([drawn(data)])
+            assert (numbers[0] == numbers[1]) is equal
+            torch.rand(1 + rank)  # the processes draw differently between the epochs
+        assert numbers[0][0] != numbers[0][1]
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_resumed_epoch_keeps_the_random_states_of_each_process(tmp_path):
+    def run(stop):
+        accelerator = Accelerator(cpu=True, rng_types=["torch"])
+        data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(16)), batch_size=4))
+        if not stop:
+            accelerator.load_state(tmp_path / "state")
+        found = []
+        for number, _ in enumerate(data, 1):
+            found.append(torch.rand(1 + accelerator.process_index).sum().item())
+            if stop and number == 1:
+                accelerator.save_state(tmp_path / "state")
+        return found
+
+    whole = run(stop=True)
+    assert run(stop=False) == whole[1:]
+
+
+def test_what_a_prepared_loader_cannot_do_is_refused():
+    loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=4)
+    accelerator = Accelerator(cpu=True)
+    for call in (accelerator.prepare_data_loader, prepare_data_loader):
+        with pytest.raises(ConfigurationError, match="no batch is sliced"):
+            call(loader, slice_fn_for_dispatch=lambda batch, part, **_: batch)
+        with pytest.raises(ConfigurationError, match="did you mean 'torch'"):
+            Accelerator(cpu=True, rng_types=["torhc"]).prepare(loader)
+    with pytest.raises(ConfigurationError, match="use_stateful_dataloader"):
+        prepare_data_loader(loader, use_stateful_dataloader="yes")

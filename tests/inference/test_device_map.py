@@ -15,6 +15,7 @@ import trainer_kit as tk
 from trainer_kit.core.devices import free_memory
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.inference.device_map import resolve_device_map, tensor_sizes
+from trainer_kit.planning import describe_module, estimate_memory
 
 infer = tk.infer_auto_device_map
 
@@ -209,3 +210,15 @@ def test_bytes_of_each_module_and_tensor():
     assert sizes[""] == sizes["0"] + sizes["1"] == sum(tensor.nbytes for tensor in model.state_dict().values())
     assert tk.compute_module_sizes(model, "float16")["0"] == 32
     assert {name for name in tk.compute_module_sizes(model, buffers_only=True) if name.startswith("0")} == set()
+
+
+def test_a_tied_tensor_counts_once_in_each_module():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4)))
+    model[1][0].weight = model[0].weight
+    model[1][1].weight = model[0].weight
+    sizes = tk.compute_module_sizes(model)
+    assert sizes[""] == 64 + 16 == tk.utils.calculate_maximum_sizes(model)[0]
+    assert (sizes["0"], sizes["1"], sizes["1.0"], sizes["1.1"]) == (64, 80, 64, 80)  # what each needs alone
+    whole = tk.infer_auto_device_map(model, {0: 128, 1: 128})  # 80 bytes in all: together, once
+    assert set(whole.values()) == {0}
+    assert estimate_memory(describe_module(model))[0].weights == 80

@@ -109,7 +109,8 @@ class Accelerator:
         gradient_accumulation_steps: micro-batches per optimizer step; environment variables may set this too.
         cpu: compute on the CPU even if the machine has an accelerator.
         dataloader_config: how loaders are sharded.
-        rng_types: accepted; the data order is a function of seed and epoch on every process.
+        rng_types: random generators whose states every epoch copies from the main process: "torch", "cuda", "python",
+            "numpy"; "generator", the data order, is the same on every process without it.
         log_with: trackers, by name (see `LoggerType`) or as objects.
         project_dir: the directory for checkpoints and logs.
         project_config: further options of the project.
@@ -204,8 +205,7 @@ class Accelerator:
         self.precision = made_precision(word, self.strategy, options)
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
-        self._project = named_project(project_config, project_dir)
-        self.rng_types = rng_types
+        self._project, self.rng_types = named_project(project_config, project_dir), rng_types
         self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
         self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
         self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
@@ -225,6 +225,7 @@ class Accelerator:
             step_scheduler_with_optimizer=step_scheduler_with_optimizer,
             scheduler_steps_per_process=scheduler_steps_per_process,
             data_seed=self.dataloader_config.data_seed if seed is None else seed,
+            rng_types=rng_types,
         )
         self._compose(named_trackers(log_with), hang_timeout)
 
@@ -288,7 +289,12 @@ class Accelerator:
         """Shard a loader over the processes; see `PreparedLoader`. Collective call.
 
         The data order depends on the Accelerator's ``seed``, else on the main process's seed at the time of this call.
+
+        Raises:
+            ConfigurationError: ``slice_fn_for_dispatch`` is given.
         """
+        if slice_fn_for_dispatch is not None:
+            raise refused("slice_fn_for_dispatch", "slice_fn_for_dispatch=...")
         return self.prepared.prepare_loader(data_loader, device_placement)
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:

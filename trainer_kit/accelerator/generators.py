@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,7 +15,7 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state, seed_everything
 
-__all__ = ["set_seed", "synchronize"]
+__all__ = ["each_epoch", "set_seed", "synchronize"]
 
 _KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
 
@@ -40,6 +41,23 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
+def _words(kinds: Iterable[Any] | None) -> list[str]:
+    words = [word_of(kind) for kind in kinds or ()]
+    for word in words:
+        if word not in _KINDS:
+            raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))
+    return words
+
+
+def each_epoch(world: Group, kinds: Iterable[Any] | None, device: torch.device) -> Callable[[], None] | None:
+    """Return what synchronises the generators at the begin of an epoch, see `synchronize`; None if nothing is to do.
+
+    "generator" is the one of the data order, which is the same on all processes without an exchange.
+    """
+    words = [word for word in _words(kinds) if word != "generator"]
+    return partial(synchronize, world, words, None, device) if words and world.size > 1 else None
+
+
 def synchronize(
     world: Group, kinds: Iterable[Any] | None, generator: torch.Generator | None, device: torch.device
 ) -> None:
@@ -54,10 +72,7 @@ def synchronize(
     Raises:
         ConfigurationError: a kind is unknown.
     """
-    words = [word_of(kind) for kind in kinds or ()]
-    for word in words:
-        if word not in _KINDS:
-            raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))
+    words = _words(kinds)
     mine = rng_state(device)
     wanted = {"device" if word in ("cuda", "xla") else word for word in words}
     theirs = world.broadcast({key: value for key, value in mine.items() if key in wanted})

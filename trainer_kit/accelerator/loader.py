@@ -75,6 +75,7 @@ class PreparedLoader:
         non_blocking: bool = False,
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
+        before_epoch: Callable[[], None] | None = None,
     ) -> None:
         self.dataloader = loader
         self.group = group
@@ -87,6 +88,7 @@ class PreparedLoader:
         self.feed = make_feed(even, seed)
         self._shard = shard
         self._end = end
+        self._before_epoch = before_epoch
         self._make_feed = make_feed
         self.iteration = 0
         self.size = 1
@@ -174,6 +176,8 @@ class PreparedLoader:
         """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
+        if self._before_epoch is not None and not start:  # a resumed epoch continues with each process's own states
+            self._before_epoch()
         window = self.window
         if self._position is not None:
             # A feed reads one epoch at a time: make another while one is being read, or was abandoned.
@@ -404,6 +408,7 @@ def prepare_loader(
     seed: int,
     shard: Callable[[Any], Any] | None = None,
     end: Callable[[], None] | None = None,
+    before_epoch: Callable[[], None] | None = None,
 ) -> PreparedLoader:
     """Shard a loader over processes.
 
@@ -417,6 +422,7 @@ def prepare_loader(
         seed: of the data order, the same on every process.
         shard: selects the part of a batch that a process computes; None: all of it.
         end: called when the loop has finished a batch outside a window.
+        before_epoch: called before the first batch of an epoch.
 
     Raises:
         ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
@@ -449,6 +455,7 @@ def prepare_loader(
         non_blocking=config.non_blocking,
         shard=shard,
         end=end,
+        before_epoch=before_epoch,
     )
 
 

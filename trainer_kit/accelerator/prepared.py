@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.generators import each_epoch
 from trainer_kit.accelerator.loader import PreparedLoader, prepare_loader
 from trainer_kit.accelerator.loop_checks import LoopChecks
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
@@ -78,6 +79,7 @@ class Prepared:
         step_scheduler_with_optimizer: bool,
         scheduler_steps_per_process: bool,
         data_seed: int | None,
+        rng_types: Sequence[Any] | None,
     ) -> None:
         self.models: list[nn.Module] = []
         self.optimizers: list[AcceleratedOptimizer] = []
@@ -89,6 +91,7 @@ class Prepared:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
         self.data_seed = data_seed
+        self._rng_types = rng_types
         self._processes = processes
         self._strategy = strategy
         self._precision = precision
@@ -236,6 +239,7 @@ class Prepared:
             seed + len(self.loaders),  # one seed per loader: two loaders over one data set need different orders
             strategy.shard_batch,
             strategy.end_batch,
+            each_epoch(strategy.world, self._rng_types, strategy.device),
         )
         self.loaders.append(made)
         return made

@@ -18,6 +18,7 @@ from trainer_kit.accelerator.accelerator import Accelerator, forget_newest, newe
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.accumulation import GradientState as GradientView
 from trainer_kit.accelerator.checkpoints import write_object
+from trainer_kit.accelerator.generators import each_epoch
 from trainer_kit.accelerator.loader import LaterLoader, PreparedLoader, prepare_loader
 from trainer_kit.accelerator.processes import PartialState, synchronize_rng_states
 from trainer_kit.accelerator.trackers import LoggerTracker, Trackers
@@ -26,6 +27,7 @@ from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.compat.accelerate_utilities import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin
 from trainer_kit.compat.options import AutocastKwargs, DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from trainer_kit.compat.refusals import refused
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import ConfigurationError
@@ -441,10 +443,10 @@ def prepare_data_loader(
         process_index: if given, the rank of this process.
         split_batches: as for `DataLoaderConfiguration`.
         put_on_device: whether batches are moved.
-        rng_types: accepted; the data order is a function of seed and epoch on every process.
+        rng_types: as for `Accelerator`.
         dispatch_batches: as for `DataLoaderConfiguration`.
         even_batches: as for `DataLoaderConfiguration`.
-        slice_fn_for_dispatch: accepted.
+        slice_fn_for_dispatch: refused: no batch is sliced.
         use_seedable_sampler: as for `DataLoaderConfiguration`.
         data_seed: as for `DataLoaderConfiguration`.
         non_blocking: as for `DataLoaderConfiguration`.
@@ -452,8 +454,10 @@ def prepare_data_loader(
         torch_device_mesh: refused: prepare the loader with an Accelerator.
 
     Raises:
-        ConfigurationError: ``num_processes`` or ``process_index`` is not the run's, or a mesh is given.
+        ConfigurationError: ``num_processes`` or ``process_index`` is not the run's, or an argument is refused.
     """
+    if slice_fn_for_dispatch is not None:
+        raise refused("slice_fn_for_dispatch", "slice_fn_for_dispatch=...")
     state = PartialState()
     mine = (state.num_processes, state.process_index)
     asked = (mine[0] if num_processes is None else num_processes, mine[1] if process_index is None else process_index)
@@ -465,12 +469,25 @@ def prepare_data_loader(
             fix="accelerator.prepare(loader); for another part of the samples, a BatchSamplerShard",
         )
     config = DataLoaderConfiguration(
-        split_batches, dispatch_batches, even_batches, use_seedable_sampler, data_seed, non_blocking
+        split_batches,
+        dispatch_batches,
+        even_batches,
+        use_seedable_sampler,
+        data_seed,
+        non_blocking,
+        use_stateful_dataloader,
     )
     seed = state.world.broadcast(order_seed() if data_seed is None else data_seed)
     place = torch.device(device) if device is not None else state.device
     return prepare_loader(
-        dataloader, state.world, state.world, place if put_on_device else None, _window(), config, seed
+        dataloader,
+        state.world,
+        state.world,
+        place if put_on_device else None,
+        _window(),
+        config,
+        seed,
+        before_epoch=each_epoch(state.world, rng_types, state.device),
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from trainer_kit.commands.terminal import FilePath, table
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, is_url, locate
 
-__all__ = ["checkpoint", "merge_weights"]
+__all__ = ["checkpoint", "merge_command", "merge_command_parser", "merge_weights"]
 
 
 class _Place(FilePath):
@@ -162,3 +164,30 @@ def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
     from trainer_kit.checkpoint.weights import export
 
     click.echo(export(directory, output, max_shard_size=max_shard_size))
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of Accelerate's ``merge-weights``, for programs that call `merge_command`.
+
+    Example:
+        >>> merge_command_parser().parse_args(["state/pytorch_model_fsdp_0", "out"]).unsafe_serialization
+        False
+    """
+    make = argparse.ArgumentParser if subparsers is None else partial(subparsers.add_parser, "merge-weights")
+    parser: argparse.ArgumentParser = make(description=merge_command.__doc__)
+    parser.add_argument("checkpoint_directory")
+    parser.add_argument("output_path")
+    parser.add_argument("--unsafe_serialization", action="store_true")
+    parser.add_argument("--remove_checkpoint_dir", action="store_true")
+    if subparsers is not None:
+        parser.set_defaults(func=merge_command)
+    return parser
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merge the weights of a directory into one file, as `merge_fsdp_weights` does."""
+    from trainer_kit.accelerator.script_names import merge_fsdp_weights
+
+    merge_fsdp_weights(
+        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+    )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import click
 
@@ -17,21 +18,41 @@ from trainer_kit.core.yaml_guard import YamlProblem, guarded_events
 __all__ = ["estimate_memory"]
 
 
-@click.command("estimate-memory")
+@final
+class _SeveralDtypes(click.Command):
+    """Takes several words after ``--dtypes``, as Accelerate's command does."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        from trainer_kit.planning.memory import DTYPES
+
+        words: list[str] = []
+        for word in args:
+            again = words[-2:-1] == ["--dtypes"] and words[-1] in DTYPES and word in DTYPES
+            words += ["--dtypes", word] if again else [word]
+        return super().parse_args(ctx, words)
+
+
+@click.command("estimate-memory", cls=_SeveralDtypes)
 @click.argument("model")
 @click.option("--args", default="{}", help="The constructor's arguments, as JSON or YAML: '{width: 512}'.")
-def estimate_memory(model: str, args: str) -> None:
+@click.option("--dtypes", multiple=True, help="float32, bfloat16, float16, float8, int8, int4; by default all.")
+@click.option("--library_name", type=click.Choice(["transformers", "timm"]), help="MODEL is a class of this library.")
+@click.option("--trust_remote_code", is_flag=True, help="Run Python files in the directory of a config.json.")
+def estimate_memory(
+    model: str, args: str, dtypes: tuple[str, ...], library_name: str | None, trust_remote_code: bool
+) -> None:
     """Print the memory that MODEL needs, by dtype.
 
     MODEL is a class (package.module:Class), a directory with a Hugging Face config.json, a safetensors file, or a
-    checkpoint. Nothing is downloaded, and no weight is read or allocated.
+    checkpoint; with --library_name also a class of transformers, or a model of timm. Nothing is downloaded, and no
+    weight is read or allocated.
     """
     from trainer_kit.core.display import in_units
     from trainer_kit.planning import memory
 
-    shapes = memory.describe_module(_shapes(model, args))
+    shapes = memory.describe_module(_shapes(model, args, library_name, trust_remote_code))
     rows = [("DTYPE", "WEIGHTS", "GRADIENTS", "ADAM", "TRAINING", "LARGEST LAYER")]
-    for each in memory.estimate_memory(shapes):
+    for each in memory.estimate_memory(shapes, dtypes or None):
         sizes = (each.weights, each.gradients, each.optimizer, each.training, each.largest_layer)
         rows.append((each.dtype, *("-" if size is None else in_units(size) for size in sizes)))  # type: ignore[arg-type]
     largest = max(shapes.layers, key=lambda name: shapes.layers[name], default="")
@@ -42,17 +63,22 @@ def estimate_memory(model: str, args: str) -> None:
     click.echo("On each device, without activations. 16-mixed and bf16-mixed keep all three in float32.")
 
 
-def _shapes(model: str, args: str) -> Any:
+def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool) -> Any:
     from trainer_kit.checkpoint.weights import weight_shapes
 
     path = Path(model)
-    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
-        return _from_config(path)
+    configured = path.is_dir() and (path / "config.json").is_file()
+    if configured and (library == "transformers" or not any(path.glob("*.safetensors"))):
+        return _from_config(path, trust_remote_code)
     if path.exists():
         return weight_shapes(path)
     if ":" not in model:
+        if library is not None and "/" not in model:
+            return _from_library(library, model, _mapping(args))
         raise ConfigurationError(
-            "this is no model", found=model, fix="give package.module:Class, or the path of weights or of a config.json"
+            "this is no model" if "/" not in model else "there is no such path, and no model is downloaded",
+            found=model,
+            fix="give package.module:Class, or the path of weights or of a config.json (hf download NAME config.json)",
         )
     return _from_class(model, _mapping(args))
 
@@ -71,9 +97,6 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def _from_class(model: str, arguments: dict[str, Any]) -> Any:
-    import torch
-    from torch import nn
-
     module, _, name = model.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -82,11 +105,24 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
         raise ConfigurationError(f"{module} cannot be imported", found=str(error), fix="run where it can be") from error
     if not hasattr(home, name):
         raise ConfigurationError(f"{module} has no {name!r}", fix=did_you_mean(name, vars(home)))
+    make = getattr(home, name)
+
+    def build() -> Any:
+        made = make(**arguments)
+        if hasattr(made, "configure_model"):
+            made.configure_model()
+        return made
+
+    return _built(name, build)
+
+
+def _built(name: str, build: Callable[[], Any]) -> Any:
+    import torch
+    from torch import nn
+
     try:
         with torch.device("meta"):
-            made = getattr(home, name)(**arguments)
-            if hasattr(made, "configure_model"):
-                made.configure_model()
+            made = build()
     except Exception as error:  # a constructor of the user may raise anything
         raise ConfigurationError(
             f"{name} could not be made without its weights",
@@ -98,17 +134,40 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
     return made
 
 
-def _from_config(path: Path) -> Any:
+def _library(name: str, found: str) -> Any:
     try:
-        transformers = importlib.import_module("transformers")
+        return importlib.import_module(name)
     except ImportError as error:
         raise ConfigurationError(
-            "a config.json is read with transformers, which is not installed",
-            found=str(path),
-            fix="pip install transformers, or give a class or a safetensors file",
+            f"this model is made with {name}, which is not installed",
+            found=found,
+            fix=f"pip install {name}, or give a class or a safetensors file",
         ) from error
-    import torch
 
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
-        return transformers.AutoModel.from_config(config)
+
+def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
+    home = _library(library, name)
+    if library == "timm":
+        return _built(name, lambda: home.create_model(name, pretrained=False, **arguments))
+    made_by = getattr(home, name, None)
+    configuration = getattr(made_by, "config_class", None)
+    if made_by is None or configuration is None:
+        raise ConfigurationError(f"transformers has no model class {name!r}", fix=did_you_mean(name, dir(home)))
+    return _built(name, lambda: made_by(configuration(**arguments)))
+
+
+def _from_config(path: Path, trust_remote_code: bool) -> Any:
+    transformers = _library("transformers", str(path))
+    try:
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(
+            "this config.json cannot be used",
+            found=str(error).splitlines()[0],
+            fix="--trust_remote_code, if the directory has Python files and you have read them",
+        ) from error
+    heads = [name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModelFor")]
+    maker = getattr(transformers, heads[0] if heads else "AutoModel")
+    return _built(path.name, lambda: maker.from_config(config, trust_remote_code=trust_remote_code))

@@ -134,6 +134,7 @@ def launch(
     from trainer_kit.launch.plan import plan
 
     options = resolve(_flags(given), config_file)
+    _print_sagemaker(options, script, arguments)
     found = plan(options, Environment.detect())
     words = _words(script, arguments, module, no_python)
     if found.through and no_python:
@@ -153,6 +154,15 @@ def launch(
             where = f"any host that reaches {found.machines.address} can send commands to this run"
             click.echo(f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines", err=True)
     _run([*found.through, *words], found, options)
+
+
+def _print_sagemaker(options: Resolved, script: str | None, arguments: tuple[str, ...]) -> None:
+    """Print a job on SageMaker as its estimator's arguments; `plan` then refuses it."""
+    from trainer_kit.launch.sagemaker import is_sagemaker, sagemaker_lines
+
+    if is_sagemaker(options) and script is not None:
+        for line in sagemaker_lines(options, script, arguments):
+            click.echo(line)
 
 
 def _run(words: list[str], found: Plan, options: Resolved) -> NoReturn:
@@ -206,6 +216,7 @@ def explain(
     click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
     for line in describe_origins((name, _masked(name, chosen)) for name, chosen in options.chosen.items()):
         click.echo(line)
+    _print_sagemaker(options, script, arguments)
     here = Environment.detect()
     found = plan(options, here)
     by = f"as rank {here.rank} of {here.world_size} ({here.source})" if found.in_place else "by an agent"

@@ -14,6 +14,8 @@ from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
 from trainer_kit.commands.migrate import migrate
 from trainer_kit.commands.report import report
+from trainer_kit.commands.to_fsdp2 import to_fsdp2
+from trainer_kit.commands.tpu_config import tpu_config
 from trainer_kit.commands.trial import trial
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
@@ -50,6 +52,8 @@ for _command in (
     merge_weights,
     migrate,
     report,
+    to_fsdp2,
+    tpu_config,
     trial,
 ):
     main.add_command(_command)

@@ -34,6 +34,7 @@ _HOMES: Final[dict[str, str]] = {
     "get_mixed_precision_context_manager get_sampler is_initialized load_fsdp_model merge_fsdp_weights "
     "prepare_data_loader save save_fsdp_model synchronize_rng_state tqdm wait_for_everyone",
     "accelerator.trackers": "GeneralTracker LoggerType on_main_process register_tracker_class",
+    "commands.checkpoint": "merge_command merge_command_parser",
     "commands.config": "write_basic_config",
     "commands.main": "main",
     "compat.accelerate_modules": "AlignDevicesHook CpuOffload ModelHook OffloadedWeightsLoader PrefixedDataset "
@@ -129,7 +130,6 @@ _INSTEAD: Final = {
     "estimate_training_usage",
     "SageMaker's own estimator, with `trainer-kit launch` as its entry point": "SageMakerConfig sagemaker_launcher "
     "prepare_sagemager_args_inputs",
-    "merge_fsdp_weights(directory, output), or trainer-kit merge-weights": "merge_command merge_command_parser",
     "load_and_quantize_model(model, config, ...)": "has_4bit_bnb_layers get_keys_to_not_convert",
     "numactl --cpunodebind=... around the launch": "set_numa_affinity override_numa_affinity",
     "leave the comparison out: torch is newer here": "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION "

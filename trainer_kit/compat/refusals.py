@@ -26,6 +26,10 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
         "the Accelerator selects one of several DeepSpeed plugins",
         "accelerator.state.select_deepspeed_plugin(name)",
     ),
+    "slice_fn_for_dispatch": (
+        "the main process sends each process a batch of its own: no batch is sliced",
+        "leave it out; the loader's collate_fn makes the batches",
+    ),
     "sp_size": ("sequences are not divided by DeepSpeed", "use cp_size"),
     "torch_device_mesh": ("a mesh is made by the Accelerator", "say tp_size alone"),
 }

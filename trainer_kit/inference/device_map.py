@@ -133,6 +133,8 @@ def compute_module_sizes(
 ) -> dict[str, int]:
     """Return the bytes of every tensor and of every module that contains it, by name; ``""`` is the whole model.
 
+    A tensor that has several names counts once in each module: the whole model needs as much memory as its tensors.
+
     Args:
         model: it may be on the meta device.
         dtype: the dtype to which floating-point tensors will be converted; None: no conversion.
@@ -144,6 +146,8 @@ def compute_module_sizes(
         {'': 64, '0': 64, '0.weight': 48, '0.bias': 16}
     """
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    tensors = dict(named_tensors(model))
+    counted: set[tuple[str, int]] = set()
     sizes: dict[str, int] = {}
     for name, size in tensor_sizes(model, dtype, special_dtypes).items():
         if buffers_only and name not in buffers:
@@ -151,7 +155,9 @@ def compute_module_sizes(
         parts = name.split(".")
         for depth in range(len(parts) + 1):
             holder = ".".join(parts[:depth])
-            sizes[holder] = sizes.get(holder, 0) + size
+            seen = (holder, id(tensors[name]))
+            sizes[holder] = sizes.get(holder, 0) + (0 if seen in counted else size)
+            counted.add(seen)
     return sizes
 
 

@@ -234,6 +234,7 @@ _TOP: Final = (
     *_each(str, "ec2_instance_type", "iam_role_name", "image_uri", "profile", "region", "base_job_name",
            "pytorch_version", "transformers_version", "py_version", "sagemaker_inputs_file", "sagemaker_metrics_file"),
     Option("additional_args", free=True),
+    *_each(str, "aws_access_key_id", "aws_secret_access_key"),
 )  # fmt: skip
 TOP: Final[Mapping[str, Option]] = {option.name: option for option in _TOP}
 """The options of the top level of a file."""

@@ -16,6 +16,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.configuration import Resolved
 from trainer_kit.launch.machines import Machines
 from trainer_kit.launch.options import ENGINES, SECTIONS, TOP
+from trainer_kit.launch.sagemaker import is_sagemaker, refusal
 
 __all__ = ["Plan", "plan"]
 
@@ -315,9 +316,15 @@ def _text(value: Any) -> str:
 
 def _refuse(options: Resolved) -> None:
     """Refuse options that can be read but not run yet."""
+    if options["aws_access_key_id"] or options["aws_secret_access_key"]:
+        raise ConfigurationError(
+            "AWS keys are not read from a command line, which other users of this machine can see",
+            fix="profile: NAME in the configuration file, with the keys in ~/.aws/credentials",
+        )
+    if is_sagemaker(options):
+        raise refusal(options)
     parallel = [name for name in SECTIONS["parallelism_config"] if name.endswith("_size") and (options[name] or 1) != 1]
     wanted = {
-        "compute_environment": "SageMaker" if options["compute_environment"] == "AMAZON_SAGEMAKER" else None,
         "distributed_type": ENGINES.get(options["distributed_type"] or ""),
         _SEQUENCES: "dividing sequences by DeepSpeed" if _SEQUENCES in parallel else None,
     }

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
 from torch import Tensor, nn
 
-__all__ = ["MemoryEstimate", "Shapes", "describe_module", "estimate_memory"]
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+
+__all__ = ["DTYPES", "MemoryEstimate", "Shapes", "describe_module", "estimate_memory"]
 
 _BITS: Final = {"float32": 32, "bfloat16": 16, "float16": 16, "float8": 8, "int8": 8, "int4": 4}
+DTYPES: Final = tuple(_BITS)
+"""The dtypes with an estimate."""
 _TRAINABLE: Final = ("float32", "bfloat16", "float16")
 _ADAM_STATES: Final = 2
 
@@ -25,7 +29,8 @@ class Shapes:
         parameters: elements of all floating-point tensors, each tensor once.
         trainable: elements of these that are trained.
         fixed_bytes: bytes of all other tensors, which a conversion does not change, such as indices and masks.
-        layers: elements by the name of the module that holds them directly.
+        layers: elements by the name of the module that holds them directly, or of the block in which the model's
+            ``_no_split_modules`` keeps it whole.
     """
 
     parameters: int
@@ -44,7 +49,7 @@ class MemoryEstimate:
         weights: of all weights; a forward without gradients needs no more.
         gradients: of trained weights; None for a dtype that is not used for training.
         optimizer: of both of Adam's states; None as for ``gradients``.
-        largest_layer: of the largest module's direct tensors, which offloading moves at once.
+        largest_layer: of the largest of the layers, each of which offloading moves at once.
     """
 
     dtype: str
@@ -77,10 +82,12 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
     else:
         trained = {id(tensor) for tensor in module.values() if tensor.is_floating_point()}
         named = dict(module)
+    blocks = _blocks(module) if isinstance(module, nn.Module) else {}
     layers: Counter[str] = Counter()
     for name, tensor in named.items():
         if tensor.is_floating_point():
-            layers[name.rpartition(".")[0]] += tensor.numel()
+            home = name.rpartition(".")[0]
+            layers[blocks.get(home, home)] += tensor.numel()
     floats = [tensor for tensor in named.values() if tensor.is_floating_point()]
     return Shapes(
         parameters=sum(tensor.numel() for tensor in floats),
@@ -90,8 +97,21 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
     )
 
 
-def estimate_memory(shapes: Shapes) -> list[MemoryEstimate]:
-    """Return the memory of ``shapes`` in each dtype, from wide to narrow.
+def _blocks(module: nn.Module) -> dict[str, str]:
+    """The outermost block that stays whole, by the name of each module inside it."""
+    whole = getattr(module, "_no_split_modules", None) or ()
+    found: dict[str, str] = {}
+    for name, part in module.named_modules():
+        if type(part).__name__ in whole and name not in found:
+            found |= {f"{name}.{inner}" if inner and name else inner or name: name for inner, _ in part.named_modules()}
+    return found
+
+
+def estimate_memory(shapes: Shapes, dtypes: Iterable[str] | None = None) -> list[MemoryEstimate]:
+    """Return the memory of ``shapes`` in each dtype, by default in all known ones, from wide to narrow.
+
+    Raises:
+        ConfigurationError: a dtype is unknown.
 
     Example:
         >>> for each in estimate_memory(describe_module(nn.Linear(10, 10)))[:2]:
@@ -112,4 +132,8 @@ def estimate_memory(shapes: Shapes) -> list[MemoryEstimate]:
             largest_layer=-(-largest * bits // 8),
         )
 
-    return [one(dtype) for dtype in _BITS]
+    chosen = list(_BITS if dtypes is None else dtypes)
+    for dtype in chosen:
+        if dtype not in _BITS:
+            raise ConfigurationError(f"there is no estimate for {dtype!r}", fix=did_you_mean(dtype, _BITS))
+    return [one(dtype) for dtype in chosen]

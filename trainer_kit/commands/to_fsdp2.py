@@ -1,0 +1,160 @@
+"""``trainer-kit to-fsdp2``: rewrite the FSDP section of a configuration file from FSDP1's keys to FSDP2's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+import click
+
+from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import yaml
+
+__all__ = ["rewrite", "to_fsdp2"]
+
+_SECTION: Final = "fsdp_config"
+_STRATEGIES: Final = {
+    "FULL_SHARD": "true",
+    "SHARD_GRAD_OP": "false",
+    **dict.fromkeys(("NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"), None),
+}
+"""The value of ``fsdp_reshard_after_forward``; None: FSDP2 has no value for it. FSDP1 numbers them from 1."""
+_NUMBERS: Final = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+_INSTEAD: Final = {
+    "NO_SHARD": "distributed_type: MULTI_GPU, without fsdp_config",
+    "HYBRID_SHARD": "fsdp_sharding_strategy: FULL_SHARD, and parallelism_config with "
+    "parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size",
+    "LOCAL_STATE_DICT": "fsdp_state_dict_type: SHARDED_STATE_DICT",
+}
+_LEFT_OUT: Final = {
+    "backward_prefetch": "FSDP2 always gathers the next parameters during backward",
+    "forward_prefetch": "FSDP2 has no such key; a script calls torch's set_modules_to_forward_prefetch",
+    "sync_module_states": "every process gets the weights of the main process in any case",
+    "use_orig_params": "FSDP2 always keeps the original parameters",
+}
+
+
+@final
+@dataclass(frozen=True)
+class _Edit:
+    start: int
+    end: int
+    text: str
+
+
+@click.command("to-fsdp2")
+@click.option("--config_file", type=FilePath(path_type=Path), required=True, help="The file to convert.")
+@click.option("--overwrite", is_flag=True, help="Replace the file, or the file at --output_file.")
+@click.option("--output_file", type=FilePath(path_type=Path), help="The new file; by default --config_file.")
+def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> None:
+    """Convert the fsdp_config of a configuration file from FSDP1 to FSDP2; all other lines and comments are kept."""
+    from trainer_kit.launch.configuration import read_configuration
+
+    read_configuration(config_file)  # errors name file and line
+    target = output_file or config_file
+    if not overwrite and (output_file is None or output_file.exists()):
+        raise ConfigurationError(
+            "nothing is overwritten without --overwrite",
+            found=str(target),
+            fix="--output_file with another name" if output_file is not None else "--output_file, or --overwrite",
+        )
+    with config_file.open(encoding="utf-8", newline="") as file:
+        text = file.read()
+    converted, notes = rewrite(text, str(config_file))
+    with target.open("w", encoding="utf-8", newline="") as file:
+        file.write(converted)
+    for note in notes:
+        click.echo(note)
+    click.echo(f"written to {target}")
+
+
+def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
+    """Rewrite the text of a configuration file; return it with one line for each key that is left out.
+
+    Args:
+        text: YAML, with one key on each line.
+        name: the file's name, for messages.
+
+    Raises:
+        ConfigurationError: a value has no counterpart in FSDP2; names the line.
+
+    Example:
+        >>> rewrite("fsdp_config:  # of mine\\n  fsdp_sharding_strategy: FULL_SHARD\\n")
+        ('fsdp_config:  # of mine\\n  fsdp_version: 2\\n  fsdp_reshard_after_forward: true\\n', [])
+    """
+    import yaml
+
+    from trainer_kit.core.yaml_guard import guarded_events, guarded_root
+
+    if any(isinstance(event, yaml.AliasEvent) for event in guarded_events(text)):
+        raise ConfigurationError("values behind aliases are not rewritten", found=name, fix="write the values out")
+    root: Any = guarded_root(text)
+    section = next((value for key, value in root.value if key.value == _SECTION), None) if root is not None else None
+    if section is None or section.id != "mapping" or not section.value:
+        return text, [f"{name}: no {_SECTION}, nothing to convert"]
+    found = {key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value}
+    if "version" in found and found["version"][1].value == "2":
+        return text, [f"{name}: {_SECTION} is FSDP2 already (fsdp_version: 2), nothing to convert"]
+    first = section.value[0][0]
+    if section.flow_style:
+        raise _without_counterpart(name, first, _SECTION, "a mapping in braces", "write one key on each line")
+    if {"sharding_strategy", "reshard_after_forward"} <= found.keys():
+        key, value = found["reshard_after_forward"]
+        raise _without_counterpart(name, key, key.value, value.value, "keep one of it and fsdp_sharding_strategy")
+    edits, notes = [], []
+    for word, (key, value) in found.items():
+        if word in _LEFT_OUT:
+            edits.append(_whole_line(text, key, value))
+            notes.append(f"{name}:{key.start_mark.line + 1}: {key.value}: {value.value} is left out: {_LEFT_OUT[word]}")
+        else:
+            edits += _converted(name, word, key, value)
+    if "version" not in found:
+        start = first.start_mark.index - first.start_mark.column
+        ending = "\r\n" if "\r\n" in text else "\n"
+        prefix = "fsdp_" if first.value.startswith("fsdp_") else ""
+        edits.append(_Edit(start, start, f"{' ' * first.start_mark.column}{prefix}version: 2{ending}"))
+    # From the end, so that positions stay valid; where a line is removed, the insertion follows.
+    for edit in sorted(edits, key=lambda one: (one.start, one.end), reverse=True):
+        text = text[: edit.start] + edit.text + text[edit.end :]
+    return text, notes
+
+
+def _converted(name: str, word: str, key: yaml.Node, value: yaml.Node) -> list[_Edit]:
+    """The edits of a key that FSDP2 has, perhaps under another name."""
+    if word == "version":
+        return [_replaced(value, "2")]
+    given = str(value.value).upper()
+    if word == "state_dict_type" and given == "LOCAL_STATE_DICT":
+        raise _without_counterpart(name, key, key.value, value.value, _INSTEAD[given])
+    if word not in ("sharding_strategy", "reshard_after_forward"):
+        return []
+    if given.isdecimal() and 0 < int(given) <= len(_NUMBERS):
+        given = _NUMBERS[int(given) - 1]
+    if given not in _STRATEGIES:
+        return []
+    reshards = _STRATEGIES[given]
+    if reshards is None:
+        instead = _INSTEAD["NO_SHARD" if given == "NO_SHARD" else "HYBRID_SHARD"]
+        raise _without_counterpart(name, key, key.value, given, instead)
+    return [_replaced(key, key.value.replace("sharding_strategy", "reshard_after_forward")), _replaced(value, reshards)]
+
+
+def _without_counterpart(name: str, at: yaml.Node, key: str, value: object, fix: str) -> ConfigurationError:
+    return ConfigurationError(
+        "FSDP2 has no counterpart for it", found=f"{name}:{at.start_mark.line + 1}: {key}: {value}", fix=fix
+    )
+
+
+def _replaced(node: yaml.Node, text: str) -> _Edit:
+    return _Edit(node.start_mark.index, node.end_mark.index, text)
+
+
+def _whole_line(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:
+    """Remove the lines of a key and its value, with a comment behind it."""
+    start = key.start_mark.index - key.start_mark.column
+    end = text.find("\n", max(key.end_mark.index, value.end_mark.index))
+    return _Edit(start, len(text) if end < 0 else end + 1, "")

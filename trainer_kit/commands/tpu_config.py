@@ -1,0 +1,83 @@
+"""``trainer-kit tpu-config``: the command that prepares the machines of a TPU pod."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import click
+from packaging.version import InvalidVersion, Version
+
+from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.errors import ConfigurationError, LaunchError
+
+__all__ = ["tpu_config"]
+
+
+@click.command("tpu-config")
+@click.option("--config_file", type=FilePath(path_type=Path), help="YAML or JSON; by default the file of `config`.")
+@click.option("--tpu_name", help="The TPU's name; by default the configuration's.")
+@click.option("--tpu_zone", help="The TPU's zone; by default the configuration's.")
+@click.option("--use_alpha", is_flag=True, help="`gcloud alpha` in place of `gcloud`.")
+@click.option("--command_file", type=FilePath(path_type=Path), help="A file with commands, one on each line.")
+@click.option("--command", multiple=True, help="A command; may be given several times.")
+@click.option("--install_accelerate", is_flag=True, help="Install Hugging Face Accelerate on the machines first.")
+@click.option("--accelerate_version", default="latest", help="latest, dev, or a version such as 1.15.0.")
+@click.option("--debug", is_flag=True, help="Print the command, and succeed.")
+def tpu_config(
+    config_file: Path | None,
+    tpu_name: str | None,
+    tpu_zone: str | None,
+    use_alpha: bool,
+    command_file: Path | None,
+    command: tuple[str, ...],
+    install_accelerate: bool,
+    accelerate_version: str,
+    debug: bool,
+) -> None:
+    """Print the gcloud command that runs commands on every machine of a TPU pod.
+
+    It is never run from here: without --debug the command is printed too, and this program exits with 1.
+    """
+    from trainer_kit.launch.configuration import default_file, read_configuration
+
+    path = config_file or default_file()
+    values = {} if path is None else read_configuration(path).values
+    commands = list(command or values.get("commands") or ())
+    file = command_file or (None if command else values.get("command_file"))
+    if file:
+        commands = _lines(Path(file))
+    name, zone = tpu_name or values.get("tpu_name"), tpu_zone or values.get("tpu_zone")
+    for what, flags in ((commands, "--command or --command_file"), (name, "--tpu_name"), (zone, "--tpu_zone")):
+        if not what:
+            raise ConfigurationError(
+                "the command for the machines is incomplete", found=f"no {flags}", fix=f"add {flags}"
+            )
+    if install_accelerate:
+        commands.insert(0, f"pip install {_requirement(accelerate_version)}")
+    words = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", str(name)]
+    words += ["--zone", str(zone), "--command", "; ".join(["cd /usr/share", *commands]), "--worker", "all"]
+    click.echo(shlex.join(words))
+    if not debug:
+        raise LaunchError(
+            "gcloud is not run from here: it would act on machines of your cloud account",
+            fix="run the printed command in your shell, or add --debug",
+        )
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError("the file of commands cannot be read", found=f"{path}: {error}") from error
+
+
+def _requirement(version: str) -> str:
+    if version == "latest":
+        return "accelerate -U"
+    if version == "dev":
+        return "git+https://github.com/huggingface/accelerate.git"
+    try:
+        return f"accelerate=={Version(version)}"
+    except InvalidVersion as error:
+        raise ConfigurationError("this is no version", found=f"--accelerate_version {version}", fix="1.15.0") from error
