@@ -263,7 +263,7 @@ saving = tk.callbacks.ModelCheckpoint("kept", every_n_train_steps=7, save_top_k=
 guard = tk.callbacks.NaNGuard("rollback", n=3)
 trainer = tk.Trainer(
     accelerator="cpu", devices=1, max_epochs=1, log_every_n_steps=3, logger=False, enable_progress_bar=False,
-    enable_model_summary=False, callbacks=[saving, guard, Killed()],
+    enable_model_summary=False, callbacks=[saving, guard, Killed()], async_save=False,
 )
 trainer.fit(module, loader(samples(s33=950.0)), ckpt_path="kept/step-00000007" if sys.argv[1] == "-1" else None)
 torch.save(module.net.state_dict(), "weights")
