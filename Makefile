@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo test test-all test-quick test-slurm test-trackers test-xla soak check bench docs site vendor clean
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-xla soak check bench docs site vendor clean
 
 help:
 	@echo "make demo        train on real handwritten digits, and see what a run leaves behind"
@@ -18,6 +18,7 @@ help:
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints, samples and engines cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
+	@echo "make pictures    draw the pictures of docs/pictures again; RUN=1 trains first, on sixteen engines"
 	@echo "make site        build the site: site/dev, or site/0.2 with VERSION=0.2; serve it: python3 -m http.server -d site"
 	@echo "make vendor      fetch the run report's plotting library again, and compare it with its checksums (npm)"
 	@echo "make clean       remove .venv and caches"
@@ -129,6 +130,10 @@ bench: .venv/.stamp
 
 docs: .venv/.stamp
 	for script in docs/generate_*.py; do $(BIN)/python $$script || exit 1; done
+
+# The report is photographed where there is a Chromium.
+pictures: .venv/.stamp
+	$(BIN)/python docs/draw/mesh.py
 
 # The site is built from the text of the sources: its environment needs neither torch nor this package.
 VERSION ?= dev

@@ -6,6 +6,12 @@
 ``self.optimizers()`` go through the strategy and the precision, so 16-mixed and DDP work here too.
 """
 
+# %% [markdown]
+# ## Alternating steps, by hand
+#
+# Where the order matters, or one network takes more steps than the other, set `automatic_optimization = False`.
+
+# %%
 from __future__ import annotations
 
 import argparse
@@ -61,3 +67,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %% [markdown]
+# *Which of the two should I take?* The named one, as long as each optimizer takes one step a batch. *Why
+# `self.manual_backward` and not `loss.backward()`?* It goes through the precision and the strategy: the loss is scaled
+# in `16-mixed`, and gradients are averaged over processes. *How do I see the curves?* `report.html` in the run's
+# directory has both losses.

@@ -7,6 +7,13 @@ toggled or stepped by hand, and accumulation, clipping, 16-mixed and DDP work as
 the same weights; ``gan_manual.py`` is the same GAN with alternating steps.
 """
 
+# %% [markdown]
+# ## Data, and two networks
+#
+# The points lie on a plane, so that one can see at a glance what a generator has learned: all of the eight centres, or
+# only some of them.
+
+# %%
 from __future__ import annotations
 
 import argparse
@@ -32,6 +39,13 @@ def network(inputs: int, outputs: int, width: int = 128) -> nn.Sequential:
     return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
+# %% [markdown]
+# ## Two optimizers, one step
+#
+# `configure_optimizers` returns a dict of optimizers, and `training_step` a dict of losses with the same names.
+
+
+# %%
 class GAN(tk.TrainModule):
     def __init__(self, noise: int = 8, lr: float = 5e-4) -> None:
         super().__init__()
@@ -59,6 +73,14 @@ class GAN(tk.TrainModule):
         }
 
 
+# %% [markdown]
+# ## What it learned
+#
+# The last line of the output counts the centres that the generator reaches: 8 of 8 after 4000 steps, in about a minute
+# on two CPU cores.
+
+
+# %%
 @torch.no_grad()
 def report(module: tk.TrainModule) -> str:
     """How many centres the generator reaches, and how far from the nearest one its points are."""

@@ -8,6 +8,13 @@ A step is 4 micro-batches of 8 texts on any number of processes. ``configure_par
 defines how it can be sharded; ``--strategy`` selects the mesh axes.
 """
 
+# %% [markdown]
+# ## Data and strategies
+#
+# The text is the documentation that every Python brings. A strategy is one word of the Trainer's; some combinations
+# have sizes and need an object.
+
+# %%
 from __future__ import annotations
 
 import argparse
@@ -35,6 +42,14 @@ STRATEGIES: dict[str, Any] = {
 """More than a word says."""
 
 
+# %% [markdown]
+# ## The model
+#
+# Plain PyTorch. It does not know that it may be divided, with one exception: the attention counts its heads from what
+# it is given, for under tensor parallel a rank has only some of them.
+
+
+# %%
 class Attention(nn.Module):
     def __init__(self, width: int, head: int) -> None:
         super().__init__()
@@ -74,6 +89,15 @@ class Transformer(nn.Module):
         return self.logits(self.norm(x))
 
 
+# %% [markdown]
+# ## The module, and how it may be divided
+#
+# `configure_parallel` says *how* the module can be split: which layers by columns and which by rows (tensor parallel),
+# that sequences may be cut (context parallel), and where its blocks are (pipeline). The strategy says *how much*.
+# Without this method, `ddp`, `fsdp` and DeepSpeed work all the same.
+
+
+# %%
 class LanguageModel(tk.TrainModule):
     def __init__(self, width: int = 64, layers: int = 4, head: int = 16, lr: float = 0.1) -> None:
         super().__init__()
@@ -104,6 +128,14 @@ class LanguageModel(tk.TrainModule):
         )
 
 
+# %% [markdown]
+# ## Training
+#
+# The losses are printed by a logger of two lines. A step is 32 texts on any number of processes: `global_batch_size=8`
+# in 4 micro-batches, so that a pipeline has something to fill its stages with.
+
+
+# %%
 class Curve:
     """A logger is anything with this method; it is called on rank 0."""
 
@@ -147,3 +179,14 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %% [markdown]
+# *Which strategy should I take?* `ddp` as long as the model, its gradients and the state of its optimizer fit into one
+# device, `fsdp` when they do not; the others when a single layer or the batch becomes too large ([all of
+# them](../guide/distributed.md#strategies)). `trainer.explain(module)` shows what each rank would hold and send.
+#
+# *Can I change it during a training?* Yes: the checkpoints of each strategy load under every other one, on any number
+# of processes.
+#
+# *Why are the losses equal?* Samples, weights and random numbers do not depend on the number of processes
+# ([what does not change](../guide/distributed.md#what-does-not-change)).

@@ -7,6 +7,13 @@ The base is trained in float32. For tuning it is frozen and gets adapters; the p
 Source: Dettmers et al., QLoRA: Efficient Finetuning of Quantized LLMs, NeurIPS 2023.
 """
 
+# %% [markdown]
+# ## The model
+#
+# The base learns a text of the Python documentation, letter by letter. `Adapted` adds two small matrices to a layer.
+# While tuning, only these learn; everything else is frozen, and the precision `nf4` keeps it in 4 bits a weight.
+
+# %%
 from __future__ import annotations
 
 import argparse
@@ -56,6 +63,14 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
+# %% [markdown]
+# ## The module
+#
+# `rank=0` is the base: all weights learn. `rank=8` freezes the base and adds adapters to every block. The optimizer is
+# given only what learns; `tk.optimizer("adamw8bit", ...)` keeps its state in 8 bits.
+
+
+# %%
 class Language(tk.TrainModule):
     def __init__(self, lr: float, rank: int = 0) -> None:
         super().__init__()
@@ -80,6 +95,14 @@ class Language(tk.TrainModule):
         return tk.optimizer("adamw8bit", trained, lr=self.lr)
 
 
+# %% [markdown]
+# ## Training the base, then the adapters
+#
+# The text of the second training is in capitals: the base has hardly seen any, so its loss on them is high. The last
+# lines of the output show the loss before and after tuning, and how many bits a frozen weight takes.
+
+
+# %%
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", default="nf4", help="nf4, nf4-dq, fp4, fp4-dq or int8")
@@ -107,3 +130,12 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+# %% [markdown]
+# *Does it work with a model of Hugging Face?* Yes: `precision="nf4"` quantises the frozen `nn.Linear` layers of any
+# module, and `peft.get_peft_model` may take the place of `Adapted` ([precision](../guide/precision.md)). *Which
+# precisions are there?* `nf4`, `nf4-dq`, `fp4`, `fp4-dq` and `int8`, here by bitsandbytes, on a CPU too.
+#
+# *What is in a checkpoint?* The adapters, and the quantised base bit for bit. *How do I train on two GPUs?*
+# `devices=2`; if the base does not fit into one, `strategy="fsdp"` with `torch.optim.AdamW`: 8-bit optimizers need
+# whole parameters.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 from trainer_kit.build import (
     added_callbacks,
@@ -17,7 +17,7 @@ from trainer_kit.build import (
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.arguments import as_list, known_arguments
-from trainer_kit.core.display import Text
+from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
@@ -33,7 +33,7 @@ from trainer_kit.step.requests import listening
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.entry_points import EntryPoint, run_on_processes
-from trainer_kit.training.explain import explain, show_results
+from trainer_kit.training.explain import draw, explain, show_results
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
@@ -386,7 +386,19 @@ class Trainer(Session):
             show_results(self, stage, results)
         return results
 
-    def explain(self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None) -> Text:
+    @overload
+    def explain(
+        self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: Literal["text"] = ...
+    ) -> Text: ...
+
+    @overload
+    def explain(
+        self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: Literal["svg"]
+    ) -> Svg: ...
+
+    def explain(
+        self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: str = "text"
+    ) -> Text | Svg:
         """Describe the composed run: parts, batches, steps, and the loop with every hook and its listeners, in order.
 
         This returns the text: ``print(trainer.explain())``. An interactive session shows it without ``print``.
@@ -396,8 +408,22 @@ class Trainer(Session):
                 (this calls ``configure_optimizers``).
             train_dataloaders: adds batches and steps of an epoch.
             datamodule: has the loaders.
+            format: ``"text"``, or ``"svg"``: a picture of the ranks on the axes of their mesh, which a notebook shows.
+
+        Raises:
+            ConfigurationError: there is no such format.
+
+        Example:
+            >>> Trainer(barebones=True).explain(format="svg").startswith("<svg")
+            True
         """
-        return explain(self, model, train_dataloaders, datamodule)
+        if format not in ("text", "svg"):
+            raise ConfigurationError(
+                'explain gives "text" or "svg"',
+                found=f"format={format!r}",
+                fix=did_you_mean(str(format), ["text", "svg"]),
+            )
+        return (explain if format == "text" else draw)(self, model, train_dataloaders, datamodule)
 
     def on(self, event: str, every: DurationLike | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a function as a callback's hook.

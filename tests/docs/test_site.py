@@ -138,11 +138,16 @@ def test_pages_of_tables_are_current(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "page"), [("generate_decisions.py", "decisions/index.md"), ("generate_loop.py", "assets/loop.svg")]
+    ("script", "page"),
+    [
+        ("generate_decisions.py", "decisions/index.md"),
+        ("generate_loop.py", "assets/loop.svg"),
+        ("draw/mesh.py", "pictures/mesh.svg"),
+    ],
 )
 def test_lists_and_pictures_are_current(script: str, page: str) -> None:
     rendered = runpy.run_path(str(DOCS / script))["render"]()
-    assert (DOCS / page).read_text(encoding="utf-8") == rendered, "run `make docs`"
+    assert (DOCS / page).read_text(encoding="utf-8") == rendered, "run `make docs pictures`"
 
 
 def test_the_picture_of_the_loop_has_every_hook() -> None:

@@ -6,29 +6,13 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.programs import Programs
+from tests.examples.conftest import Run
 
 ROOT = Path(__file__).resolve().parents[2]
-Run = Callable[..., str]
-
-
-@pytest.fixture
-def run(programs: Programs) -> Run:
-    """What an example prints on stdout; it writes into the working directory."""
-
-    def call(example: str, *flags: str) -> str:
-        environment = os.environ | {"PYTHONWARNINGS": "error"}
-        script = ROOT / "examples" / f"{example}.py"
-        ran = programs.run(script, *flags, environment=environment, timeout=115, anew="--devices" in flags)
-        assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
-        return ran.stdout
-
-    return call
 
 
 def number(pattern: str, text: str) -> float:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from xml.etree import ElementTree
+
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -10,6 +13,8 @@ import trainer_kit as tk
 from trainer_kit import Callback, DataModule, Trainer, TrainModule
 from trainer_kit.callbacks import GradientAccumulation
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.strategies import FSDPStrategy, MeshStrategy
+from trainer_kit.training.mesh_picture import mesh_picture
 
 
 class Net(TrainModule):
@@ -204,3 +209,85 @@ def test_explaining_runs_nothing():
     assert made.global_step == 0
     made.fit(module, loader())
     assert made.global_step == 20
+
+
+# -- format="svg" --------------------------------------------------------------------------------------------------
+
+
+def placed(picture):
+    """By rank: where its box begins, its colour, and its samples."""
+    found = {}
+
+    def walk(element, x, y):
+        found_x, found_y = re.findall(r"translate\((\S+) (\S+)\)", element.get("transform", "translate(0 0)"))[0]
+        x, y = x + float(found_x), y + float(found_y)
+        texts = [child.text for child in element if child.tag.endswith("text")]
+        if texts and texts[0].startswith("rank "):
+            colour = next(child.get("class") for child in element if child.tag.endswith("rect"))
+            assert int(texts[0][5:]) not in found
+            found[int(texts[0][5:])] = (x, y, colour, texts[1])
+        for child in element:
+            walk(child, x, y)
+
+    walk(ElementTree.fromstring(picture), 0.0, 0.0)
+    return found
+
+
+def test_a_picture_has_each_rank_at_its_place_on_the_mesh():
+    strategy = MeshStrategy(pp=2, dp_shard=2, tp=2)
+    picture = trainer(strategy=strategy, devices=8).explain(format="svg")
+    found = placed(picture)
+    assert sorted(found) == list(range(8))
+    ranks = torch.arange(8).view(2, 2, 2)  # as torch's init_device_mesh orders pp, dp_shard and tp
+    x, y = (torch.tensor([[[found[int(r)][i] for r in row] for row in stage] for stage in ranks]) for i in (0, 1))
+    assert (x[:, :, 1] - x[:, :, 0]).unique().numel() == 1, "tp: from left to right"
+    assert (y[:, 1] - y[:, 0]).unique().numel() == 1, "dp_shard: downwards"
+    assert (x[1] - x[0]).unique().numel() == 1, "pp: a frame each"
+    assert (x[:, :, 1] > x[:, :, 0]).all()
+    assert (y[:, 1] > y[:, 0]).all()
+    assert (y[0] == y[1]).all()
+    assert x[1].min() > x[0].max()
+    for index, samples in enumerate(("samples 1 of 2", "samples 2 of 2")):
+        assert {found[int(rank)][2:] for rank in ranks[:, index].flatten()} == {(f"c{index}", samples)}
+    for words in ("pp=2 × dp_shard=2 × tp=2", "prefers-color-scheme:dark", 'aria-label="8 ranks', ">pp 1<", ">tp 0<"):
+        assert words in picture
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "axis", "samples"),
+    [
+        ("auto", 1, None, "all samples"),
+        ("ddp", 2, "dp_replicate", "samples 1 of 2"),
+        ("fsdp", 4, "dp_shard", "samples 1 of 4"),
+        (FSDPStrategy(device_mesh=(2, 2), sharding_strategy="HYBRID_SHARD"), 4, "dp_replicate", "samples 1 of 4"),
+        ("tp", 2, "tp", "all samples"),
+    ],
+)
+def test_every_engine_has_a_picture(strategy, ranks, axis, samples):
+    picture = trainer(strategy=strategy, devices=ranks).explain(format="svg")
+    found = placed(picture)
+    assert len(found) == ranks
+    assert found[0][3] == samples
+    assert axis is None or f">{axis} 1<" in picture
+
+
+def test_a_picture_with_a_module_says_what_a_rank_holds_and_sends():
+    picture = trainer(strategy="ddp", devices=2).explain(Net(), loader(), format="svg")
+    assert "a rank holds 8 B of parameters" in picture
+    assert "gradients: all-reduce over 2 ranks" in picture
+    assert picture._repr_svg_() == str(picture), "a notebook shows it"
+
+
+def test_a_long_axis_is_cut_and_text_is_escaped():
+    picture = mesh_picture("<title> & more", {"dp_shard": 12, "tp": 2}, 24)
+    found = placed(picture)
+    assert len(found) == 8 * 2
+    assert max(found) == 15
+    assert "the first 8 places of an axis are drawn" in picture
+    assert "dp_shard = 12" in picture
+
+
+def test_another_format_is_refused():
+    with pytest.raises(ConfigurationError, match='explain gives "text" or "svg"') as caught:
+        trainer().explain(format="svgg")
+    assert "svg" in str(caught.value).partition("fix:")[2]

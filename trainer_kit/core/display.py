@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache, lru_cache
 from typing import Any, Final, final
 
-__all__ = ["MASK", "Text", "bar_class", "holds_secret", "in_units", "mask_secrets", "mask_text"]
+__all__ = ["MASK", "Svg", "Text", "bar_class", "holds_secret", "in_units", "mask_secrets", "mask_text"]
 
 
 @final
@@ -24,6 +24,21 @@ class Text(str):
     __slots__ = ()
 
     def __repr__(self) -> str:
+        return str(self)
+
+
+@final
+class Svg(str):
+    """A picture as text, which a notebook shows as a picture; ``Path("mesh.svg").write_text(picture)`` keeps it.
+
+    Example:
+        >>> Svg("<svg></svg>")._repr_svg_()
+        '<svg></svg>'
+    """
+
+    __slots__ = ()
+
+    def _repr_svg_(self) -> str:
         return str(self)
 
 

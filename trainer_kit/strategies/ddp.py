@@ -333,6 +333,10 @@ class DDPStrategy(Strategy):
                 sent.append("buffers: broadcast from rank 0")
         return held(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
 
+    def places(self, processes: int) -> dict[str, int]:
+        """Every process is a replica."""
+        return {"dp_replicate": processes}
+
     def describe(self) -> str:
         """One line for ``explain()``."""
         on = ", ".join(name for name, value in self.wrapper_options.items() if value is True)

@@ -385,6 +385,12 @@ class FSDPStrategy(Strategy):
         layout = f"{copies} copies, each over {among}" if copies > 1 else among
         return held(module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank))
 
+    def places(self, processes: int) -> dict[str, int]:
+        """The numbers of replicas, where there are any, and of shards."""
+        shape = self._shape(processes)
+        sizes = tuple(shape.shape) if isinstance(shape, DeviceMesh) else shape
+        return dict(zip(("dp_replicate", "dp_shard")[-len(sizes) :], sizes, strict=False))
+
     def describe(self) -> str:
         """One line for ``explain()``."""
         kind = "hybrid FSDP" if self.hybrid else "FSDP"

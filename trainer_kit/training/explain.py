@@ -9,7 +9,7 @@ from lightning_utilities.core.overrides import is_overridden
 
 from trainer_kit.core.costs import cost_lines
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.display import Text
+from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import LimitsTime
@@ -19,9 +19,10 @@ from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.compose import check_module, choose_by_memory
 from trainer_kit.training.loaders import find_loaders, training_feed
+from trainer_kit.training.mesh_picture import mesh_picture
 from trainer_kit.training.session import Session
 
-__all__ = ["explain", "explain_running", "show_results"]
+__all__ = ["draw", "explain", "explain_running", "show_results"]
 
 _LOOP = """\
 on_fit_start
@@ -81,15 +82,9 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
 
 def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Text:
     """See `Trainer.explain`."""
-    strategy, why = trainer.strategy, ""
-    size = max(trainer.world_size, trainer.processes)
-    if module is not None:
-        check_module(module, "fit")
-        if isinstance(loaders, DataModule):
-            loaders, datamodule = None, loaders
-        _prepare(trainer, module, datamodule)
-        if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):
-            strategy, why = choose_by_memory(trainer, module, "fit")
+    if isinstance(loaders, DataModule):
+        loaders, datamodule = None, loaders
+    strategy, why, size = _strategy(trainer, module, datamodule)
     lines = _header(trainer, strategy, size)
     if trainer.progress.step and not trainer.state_verb:
         lines.append(
@@ -106,6 +101,31 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         lines += [*_cost_lines(trainer, strategy, module, size), "", *_loop(trainer, module, bus)]
     return Text("\n".join(lines))
+
+
+def draw(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Svg:
+    """See ``format="svg"`` of `Trainer.explain`."""
+    if isinstance(loaders, DataModule):
+        datamodule = loaders
+    strategy, _, size = _strategy(trainer, module, datamodule)
+    facts = [] if module is None else _cost_lines(trainer, strategy, module, size)
+    return mesh_picture(
+        f"{size} process{'' if size == 1 else 'es'}: {strategy.describe()}",
+        strategy.places(size),
+        size,
+        [" ".join(line.removeprefix("layout ").split()) for line in facts],
+    )
+
+
+def _strategy(trainer: Session, module: Any, datamodule: Any) -> tuple[Strategy, str, int]:
+    """The strategy of a fit, the reason where ``"auto"`` chooses another one, and the number of ranks."""
+    strategy, why = trainer.strategy, ""
+    if module is not None:
+        check_module(module, "fit")
+        _prepare(trainer, module, datamodule)
+        if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):
+            strategy, why = choose_by_memory(trainer, module, "fit")
+    return strategy, why, max(trainer.world_size, trainer.processes)
 
 
 def explain_running(trainer: Session, module: Any) -> Text:
