@@ -368,6 +368,58 @@ def test_modules_without_faults_have_no_findings(tmp_path: Path) -> None:
     )
 
 
+def test_names_of_an_inner_scope_are_not_the_imported_ones(tmp_path: Path) -> None:
+    text = """
+import lightning as L
+import accelerate
+from lightning import Trainer
+
+def parameter(L, accelerate=accelerate.nothing_1): return L.nothing, accelerate.nothing, L(gpus=1)
+def variable():
+    for Trainer in things:
+        Trainer(gpus=1)
+    with open("x") as accelerate:
+        accelerate.nothing()
+def import_of_its_own():
+    import accelerate
+    accelerate.nothing_2()
+def not_its_own():
+    def accelerate(): ...
+    return [L.nothing for L in things], accelerate.nothing, lambda L: L.nothing, L.nothing_3
+def free():
+    return accelerate.nothing_4, Trainer(gpus=2)
+def written():
+    global accelerate
+    accelerate = accelerate.nothing_5
+
+trainer = Trainer()
+def other(trainer): return trainer.nothing
+def same(): return trainer.nothing_6
+def annotated(x: L.nothing_7) -> L.nothing_8: ...
+try:
+    from lightning import Callback
+except ImportError:
+    Callback = None
+Callback.nothing_9
+"""
+    found = [line.partition(": ") for line in report_of(text, tmp_path) if line[0].isdigit()]
+    lines = text.splitlines()
+    assert all("nothing_" in lines[int(number) - 1] or "gpus=2" in lines[int(number) - 1] for number, _, _ in found)
+    assert [int(number) for number, _, _ in found] == [6, 14, 17, 19, 19, 22, 26, 27, 27, 32]
+
+
+def test_a_single_file_of_another_kind(tmp_path: Path) -> None:
+    script, notebook = tmp_path / "train", tmp_path / "train.ipynb"
+    script.write_text("#!/usr/bin/env python\nfrom lightning import Trainer\n")
+    notebook.write_text("{}")
+    assert call(script, "--write")[0] == 0
+    assert script.read_text() == "#!/usr/bin/env python\nfrom trainer_kit import Trainer\n"
+    code, output = call(notebook)
+    assert code == 2
+    assert "neither Python nor YAML" in output
+    assert "jupyter nbconvert --to script" in output
+
+
 def test_without_libcst_the_command_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(

@@ -66,6 +66,12 @@ def migrate(path: Path, check: bool, write: bool) -> None:
 def _files(path: Path) -> Iterator[Path]:
     """The Python and YAML files at a path, in order; nothing in hidden directories, and no link to a directory."""
     if path.is_file():
+        if path.suffix not in ("", ".py", ".pyw", ".pyi", ".yaml", ".yml"):
+            raise ConfigurationError(
+                "this file is neither Python nor YAML",
+                found=str(path),
+                fix="jupyter nbconvert --to script, then the .py file" if path.suffix == ".ipynb" else None,
+            )
         yield path
         return
     for directory, inside, names in os.walk(path):
@@ -79,7 +85,7 @@ def _rewritten(file: Path, source: bytes, project: Project) -> bytes:
 
     from trainer_kit.commands.migrate_rewrite import rewrite_python, rewrite_yaml
 
-    if file.suffix != ".py":
+    if file.suffix in (".yaml", ".yml"):
         text = source.decode()
         if not mentions(text):
             return source

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -25,6 +26,7 @@ __all__ = [
     "needs",
     "reason",
     "renamed",
+    "visible_names",
 ]
 
 PACKAGES: Final = {
@@ -160,8 +162,30 @@ def bound_names(tree: ast.AST) -> dict[str, str]:
 
     A name that an import of another package binds too (``pl`` may be polars) is left out.
     """
+    return _of_packages(ast.walk(tree))[0]
+
+
+def visible_names(scope: ast.AST, outside: Mapping[str, str]) -> tuple[dict[str, str], set[str]]:
+    """The names of the packages that are visible within a scope, and all names that the scope binds.
+
+    A parameter, variable, function or class hides a name of the same spelling that an import binds outside.
+
+    Args:
+        scope: a module, function, lambda or comprehension.
+        outside: the names that are visible around it.
+    """
+    nodes = list(_own_nodes(scope))
+    here, others = _of_packages(nodes)
+    given = {name for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
+    hidden = {name for one in nodes for name in _binds(one)} - given
+    visible = {name: full for name, full in outside.items() if name not in hidden | others}
+    return visible | here, hidden | others | here.keys()
+
+
+def _of_packages(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]:
+    """What the imports among some nodes bind: names of the packages, and other names."""
     bound, others = {}, set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
         package = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else None
@@ -173,4 +197,32 @@ def bound_names(tree: ast.AST) -> dict[str, str]:
                 others.add(name)
             else:
                 bound[name] = full
-    return {name: full for name, full in bound.items() if name not in others}
+    return {name: full for name, full in bound.items() if name not in others}, others
+
+
+_SCOPES: Final = (
+    *(ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+
+
+def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a scope; of the scopes inside it only the nodes that begin them."""
+    waiting = list(ast.iter_child_nodes(scope))
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _binds(node: ast.AST) -> Iterator[str]:
+    """The names that one node binds, other than by an import."""
+    if isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+        yield node.id
+    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or (
+        isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name
+    ):
+        yield node.name

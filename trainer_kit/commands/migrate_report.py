@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import yaml
@@ -23,6 +23,7 @@ from trainer_kit.commands.migrate_names import (
     needs,
     reason,
     renamed,
+    visible_names,
 )
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.hooks import Callback
@@ -160,7 +161,7 @@ class Project:
                 found.append(here)
                 continue
             homes = [] if name in seen else self._classes.get(name, [])
-            homes = [one for one in homes if one[0] is source] or homes
+            homes = [one for one in homes if one[0].path == source.path] or homes
             if len(homes) == 1:
                 above, complete = self.bases(*homes[0], (*seen, name))
                 found += above
@@ -200,7 +201,8 @@ class _Reader(ast.NodeVisitor):
     """Checks one file; infers types from imports, annotations, constructors and hooks."""
 
     def __init__(self, project: Project, source: _Source) -> None:
-        self._project, self._source = project, source
+        visible, _ = visible_names(source.tree, {})
+        self._project, self._source = project, replace(source, bound=visible)
         self._types: dict[str, type] = {}
         """The variables known to hold a Trainer or an Accelerator, by dotted name."""
         self._own: tuple[tuple[type, ...], bool] = (), False
@@ -259,10 +261,31 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         self._own, self._types = outside, types
 
+    def _visit_scope(self, node: ast.AST) -> None:
+        """Read a scope, in which parameters and variables hide names from outside."""
+        source, types = self._enter(node)
+        self.generic_visit(node)
+        self._source, self._types = source, types
+
+    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_scope
+
+    def _enter(self, node: ast.AST) -> tuple[_Source, dict[str, type]]:
+        """Begin a scope; return what was known around it."""
+        source, types = self._source, self._types
+        visible, hidden = visible_names(node, source.bound)
+        self._source = replace(source, bound=visible)
+        self._types = {name: kind for name, kind in types.items() if name.partition(".")[0] not in hidden}
+        return source, types
+
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
-        types = self._types
-        self._types = dict(types)
+        own_types = self._types
         parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        outside = [*node.decorator_list, *node.args.defaults, *node.args.kw_defaults, node.returns]
+        every = [*parameters, node.args.vararg, node.args.kwarg]
+        for one in filter(None, [*outside, *(each and each.annotation for each in every)]):
+            self.visit(one)  # outside of the function's scope
+        source, types = self._enter(node)
+        self._types |= {name: kind for name, kind in own_types.items() if name.startswith("self.")}
         hook = any(issubclass(base, Callback) for base in self._own[0]) and hasattr(Callback, node.name)
         for place, one in enumerate(parameters):
             annotation = one.annotation
@@ -275,8 +298,9 @@ class _Reader(ast.NodeVisitor):
                 self._types[one.arg] = Trainer
             elif hook and place == 2:
                 self._types[f"{one.arg}.trainer"] = Trainer
-        self.generic_visit(node)
-        self._types = types
+        for statement in node.body:
+            self.visit(statement)
+        self._source, self._types = source, types
 
     visit_AsyncFunctionDef = visit_FunctionDef
 
