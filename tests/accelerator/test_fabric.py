@@ -213,6 +213,112 @@ def test_save_takes_a_filter(tmp_path):
     assert not (tmp_path / "some").exists()
 
 
+class Named(tk.LightningModule):
+    """A module whose steps and methods use layers without its forward."""
+
+    scale = 2.0
+
+    def __init__(self):
+        super().__init__()
+        self.layers = net()
+
+    def training_step(self, batch, batch_idx):
+        loss = nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def loss(self, batch):
+        return self.training_step(batch, 0) * self.scale / 2.0
+
+    def ends(self):
+        return self.scale
+
+    def forward(self, inputs):
+        return self.layers(inputs)
+
+
+def trained(fabric, call, epochs=2, batch_size=4):
+    module = Named()
+    model, optimizer = fabric.setup(module, torch.optim.Adam(module.parameters(), lr=0.01))
+    if call == "loss":
+        model.mark_forward_method("loss")
+    for _ in range(epochs):
+        for batch in fabric.setup_dataloaders(DataLoader(points(), batch_size)):
+            optimizer.zero_grad()
+            fabric.backward(model.loss(batch) if call == "loss" else model.training_step(batch, 0))
+            optimizer.step()
+    return model
+
+
+def test_attributes_and_methods_of_a_prepared_module(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fabric = Fabric(accelerator="cpu", loggers=logger)
+    model = trained(fabric, "training_step")
+    assert_equal(model.module.layers, by_hand())
+    assert isinstance(model.module, Named)
+    assert model.layers is model.module.layers
+    model.scale = 3.0
+    assert (model.module.scale, model.ends()) == (3.0, 3.0)
+    model.seen = 1
+    assert model.module.seen == 1
+    assert model.state_dict().keys() == model.module.state_dict().keys()
+    model.eval()
+    assert (model.training, model.module.training, model.layers.training) == (False, False, False)
+    with pytest.raises(AttributeError, match="nothing"):
+        model.nothing  # noqa: B018
+    assert model.logger is logger
+    model.print("through the fabric")
+    with pytest.raises(AttributeError, match=r"(?s)a Fabric runs this module.*trainer\.datamodule.*argument"):
+        model.trainer.datamodule  # noqa: B018
+    logger.finalize("success")
+    rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
+    assert float(rows[-1]["loss"]) > 0
+    for wrong in ("forward", "scale", "nothing"):
+        with pytest.raises(tk.ConfigurationError, match=f"{wrong!r} of Named"):
+            model.mark_forward_method(wrong)
+    again = fabric.setup_module(model)
+    assert again.module is model.module
+
+
+def test_forward_methods_use_the_precision():
+    fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
+    model = fabric.setup(Named())
+    seen = []
+    model.layers[0].register_forward_hook(lambda layer, inputs, output: seen.append(output.dtype))
+    loss = model.training_step(points()[:4], 0)
+    model.ends()
+    assert seen == [torch.bfloat16]
+    assert loss.dtype == torch.float32
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("call", ["training_step", "loss"])
+def test_methods_synchronise_gradients(strategy, call):
+    fabric = Fabric(accelerator="cpu", strategy=strategy)
+    model = trained(fabric, call, batch_size=2)
+    weights = fabric.accelerator.get_state_dict(model.module)
+    assert model.ends() == 2.0
+    if fabric.is_global_zero:
+        expected = {f"layers.{name}": value for name, value in by_hand().state_dict().items()}
+        torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_method_past_the_wrapper_is_refused():
+    fabric = Fabric(accelerator="cpu", strategy="ddp")
+    model = fabric.setup(Named())
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)Named\.loss.*model\.mark_forward_method\('loss'\)"):
+        model.loss(points()[:4])
+    with torch.no_grad():
+        assert model.loss(points()[:4]) > 0
+    model.mark_forward_method(model.loss)
+    fabric.backward(model.loss(points()[:4]))
+    assert model.layers[0].weight.grad is not None
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_two_processes():

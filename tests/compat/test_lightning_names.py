@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit.compat.lightning_names import ELSEWHERE, PATHS
+from trainer_kit.testing import TinyModule
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -263,3 +266,130 @@ def test_helpers(monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", 1)
     mine.experiment.add_scalar("loss", 1.0)
     assert mine.made == 1
+
+
+def words(path):
+    path.mkdir(exist_ok=True)
+    (path / "wikitext-2.txt").write_text("the cat sat\non the mat on the cat\n" * 40)
+    return path
+
+
+def test_the_demo_of_words(tmp_path):
+    from trainer_kit.demos import LightningTransformer, Transformer, WikiText2
+
+    data = WikiText2(words(tmp_path / "data"), block_size=5)
+    assert data.vocab_size == 6  # five words and the end of a line
+    inputs, target = data[0]
+    assert inputs.tolist() == [0, 1, 2, 3, 4]
+    assert target.tolist() == [1, 2, 3, 4, 0]
+    assert len(data) == 440 // 5 - 1
+    model = Transformer(data.vocab_size, ninp=8, nhid=8).eval()
+    out = model(inputs[None], target[None])
+    assert out.shape == (5, 6)
+    torch.testing.assert_close(out.exp().sum(1), torch.ones(5))
+    module = LightningTransformer(data.vocab_size)
+    before = module.model.decoder.weight.detach().clone()
+    tk.Trainer(max_steps=2, barebones=True, accelerator="cpu").fit(module, DataLoader(data))
+    assert not torch.equal(module.model.decoder.weight, before)
+
+
+def test_without_torchvision_the_names_that_need_it_say_so(monkeypatch):
+    from trainer_kit.demos.mnist_datamodule import MNIST
+    from trainer_kit.utilities.model_helpers import get_torchvision_model
+
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    for call in (lambda: MNIST("data"), lambda: get_torchvision_model("resnet18")):
+        with pytest.raises(tk.ConfigurationError, match="pip install torchvision"):
+            call()
+
+
+def test_the_data_module_of_digits(monkeypatch):
+    from trainer_kit.demos.mnist_datamodule import MNISTDataModule
+
+    class Digits(TensorDataset):
+        def __init__(self, root, train, download, transform=None):
+            count = 40 if train else 10
+            super().__init__(torch.arange(float(count))[:, None], torch.zeros(count))
+            loaded.append((root, train, download))
+
+    loaded = []
+    steps = SimpleNamespace(ToTensor=object, Normalize=lambda **options: options, Compose=list)
+    monkeypatch.setitem(
+        sys.modules, "torchvision", SimpleNamespace(datasets=SimpleNamespace(MNIST=Digits), transforms=steps)
+    )
+    data = MNISTDataModule("here", val_split=8, num_workers=0, batch_size=4, normalize=True)
+    data.prepare_data()
+    data.setup("fit")
+    assert loaded == [("here", True, True), ("here", False, True), ("here", True, False)]
+    seen = [x for loader in (data.train_dataloader(), data.val_dataloader()) for batch, _ in loader for x in batch]
+    assert sorted(int(x) for x in seen) == [*range(40)]
+    assert len(data.test_dataloader()) == 2
+    assert data.default_transforms[1] == {"mean": (0.5,), "std": (0.5,)}
+
+
+def served(answer, **changes):
+    from trainer_kit.serve import ServableModule
+
+    class Answers(TinyModule, ServableModule):
+        def configure_payload(self):
+            return {"body": {"x": [1.0, 2.0], "scale": 2}}
+
+        def configure_serialization(self):
+            return {"x": torch.tensor}, {"sum": torch.Tensor.item}
+
+        def serve_step(self, x, scale):
+            assert not self.training
+            return {"sum": x.sum() * scale}
+
+        def configure_response(self):
+            return answer
+
+    return Answers(**changes)
+
+
+def test_a_servable_module_answers_its_own_example():
+    from trainer_kit.serve import ServableModule, ServableModuleValidator
+
+    def fit(module, **options):
+        validator = ServableModuleValidator(**options)
+        trainer = tk.Trainer(
+            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[validator]
+        )
+        trainer.fit(module, DataLoader(torch.randn(8, 32)))
+        return validator
+
+    right = fit(served({"sum": 6.0}))
+    assert (right.successful, right.resp) == (True, {"sum": 6.0})
+    assert fit(served(None), server="fastapi", port=8080).successful
+    assert fit(served({"sum": 7.0}), exit_on_failure=False).successful is False
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)its own example.*'sum': 6.0.*'sum': 7.0"):
+        fit(served({"sum": 7.0}))
+    with pytest.raises(tk.ConfigurationError, match="needs a ServableModule"):
+        fit(TinyModule())
+    with pytest.raises(tk.ConfigurationError, match="does not define configure_payload"):
+        ServableModule().configure_payload()
+
+
+def test_a_parallel_strategy_answers_isinstance():
+    from trainer_kit.strategies import ParallelStrategy
+
+    seen = []
+
+    class Asks(TinyModule):
+        def setup(self, stage):
+            seen.append(isinstance(self.trainer.strategy, ParallelStrategy))
+
+    tk.Trainer(max_steps=1, barebones=True, accelerator="cpu").fit(Asks(), DataLoader(torch.randn(8, 32)))
+    assert seen == [False]
+    with pytest.raises(tk.ConfigurationError, match=r"trainer_kit\.strategies\.Strategy"):
+        type("Mine", (ParallelStrategy,), {})
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_a_parallel_strategy_on_two_processes():
+    from trainer_kit.strategies import ParallelStrategy
+
+    trainer = tk.Trainer(max_steps=1, barebones=True, accelerator="cpu", strategy="ddp")
+    trainer.fit(TinyModule(), DataLoader(torch.randn(8, 32)))
+    assert isinstance(trainer.strategy, ParallelStrategy)

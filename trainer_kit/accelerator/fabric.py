@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.accelerator.accelerator import Accelerator
+from trainer_kit.accelerator.fabric_module import FabricModule, prepared_module, serve_module
+from trainer_kit.accelerator.wrapping import under_precision
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import torch_load
 from trainer_kit.checkpoint.read import read_checkpoint
@@ -26,6 +29,8 @@ from trainer_kit.core.tensors import move_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Fabric"]
 
@@ -129,6 +134,11 @@ class Fabric:
         return self.accelerator.is_main_process
 
     @property
+    def strategy(self) -> Strategy:
+        """The strategy that wraps modules."""
+        return self.accelerator.strategy
+
+    @property
     def logger(self) -> Any:
         """The first logger."""
         return self.loggers[0]
@@ -180,15 +190,26 @@ class Fabric:
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:
-        """Prepare a module and its optimizers; return them in this order, and the scheduler unchanged."""
+        """Prepare a module and its optimizers; return them in this order, and the scheduler unchanged.
+
+        The module is a `FabricModule`: its attributes and methods are the given module's, ``.module`` is that module,
+        and the steps of a `TrainModule` and the methods that ``mark_forward_method`` marks synchronise gradients.
+        """
         placed = [move_to_device] * (1 + len(optimizers))
-        made = self.accelerator.prepare(module, *optimizers, device_placement=placed)
-        every = [*(made if optimizers else [made]), *([] if scheduler is None else [scheduler])]
+        made = self.accelerator.prepare(prepared_module(module), *optimizers, device_placement=placed)
+        first, *others = made if optimizers else [made]
+        every = [self._served(module, first), *others, *([] if scheduler is None else [scheduler])]
         return every[0] if len(every) == 1 else tuple(every)
+
+    def _served(self, module: nn.Module, prepared: nn.Module) -> FabricModule:
+        inner: nn.Module = self.accelerator.unwrap_model(module)
+        serve_module(inner, self)
+        return FabricModule(inner, prepared, partial(under_precision, precision=self.accelerator.precision))
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
         """Prepare a module without its optimizers."""
-        return self.accelerator.prepare_model(module, device_placement=move_to_device)
+        prepared = self.accelerator.prepare_model(prepared_module(module), device_placement=move_to_device)
+        return self._served(module, prepared)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Prepare the optimizers of a prepared module."""
@@ -255,7 +276,7 @@ class Fabric:
 
     def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
         """Skip the gradient reduction over the processes in this block, for gradient accumulation."""
-        return self.accelerator.no_sync(module) if enabled else nullcontext()
+        return self.accelerator.no_sync(prepared_module(module)) if enabled else nullcontext()
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method ``hook_name`` of each callback that has it."""
@@ -301,7 +322,7 @@ class Fabric:
 
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
-            return self.accelerator.get_state_dict(value)
+            return self.accelerator.get_state_dict(prepared_module(value))
         divided = isinstance(value, Optimizer) and self.accelerator.strategy.sharded
         _refuse(divided, "this optimizer is divided over the processes", "fabric.accelerator.save_state(directory)")
         return value.state_dict() if hasattr(value, "state_dict") else value

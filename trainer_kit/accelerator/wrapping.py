@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from trainer_kit.accelerator.fabric_module import FabricModule
 from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import each_tensor, to_float32
@@ -21,6 +22,7 @@ __all__ = [
     "compiled",
     "spans_devices",
     "uncompiled",
+    "under_precision",
     "unwrap",
     "with_exchange",
     "without_exchange",
@@ -51,7 +53,12 @@ def apply_precision(model: nn.Module, precision: Precision) -> None:
     if precision.forward_context() is None or isinstance(model.__dict__.get("forward"), _Forward):
         return
     # Set on the instance, so that other models of the class do not change.
-    model.__dict__["forward"] = _Forward(model.forward, precision)
+    model.__dict__["forward"] = under_precision(model.forward, precision)
+
+
+def under_precision(method: Callable[..., Any], precision: Precision) -> Callable[..., Any]:
+    """Return a method of a model that computes in the precision."""
+    return method if precision.forward_context() is None else _Forward(method, precision)
 
 
 def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
@@ -62,7 +69,7 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         keep_fp32_wrapper: False also removes the precision from the model's forward.
     """
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule)):
+        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule, FabricModule)):
             model = model.module
         elif (inner := uncompiled(model)) is not model:
             model = inner

@@ -218,11 +218,10 @@ def _own_nodes(scope: ast.AST) -> Iterator[ast.AST]:
 
 def _binds(node: ast.AST) -> Iterator[str]:
     """The names that one node binds, other than by an import."""
-    if isinstance(node, ast.arg):
-        yield node.arg
-    elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-        yield node.id
-    elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or (
-        isinstance(node, (ast.ExceptHandler, ast.MatchAs, ast.MatchStar)) and node.name
-    ):
-        yield node.name
+    match node:
+        case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+            yield name
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name
+        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            yield name

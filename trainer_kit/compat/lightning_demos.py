@@ -1,26 +1,35 @@
-"""The small models and datasets of Lightning's `demos.boring_classes`, under the same names."""
+"""The small models and datasets of Lightning's `demos`, under the same names."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
+from urllib.request import urlretrieve
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, random_split
 
+from trainer_kit.compat.lightning_utilities import torchvision
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.module import TrainModule
 
 __all__ = [
+    "MNIST",
     "BoringDataModule",
     "BoringModel",
     "DemoModel",
+    "LightningTransformer",
+    "MNISTDataModule",
     "ManualOptimBoringModel",
     "RandomDataset",
     "RandomDictDataset",
     "RandomIterableDataset",
     "RandomIterableDatasetWithLen",
+    "Transformer",
+    "WikiText2",
 ]
 
 
@@ -167,3 +176,161 @@ class DemoModel(TrainModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=self.learning_rate)
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
+
+
+class Transformer(nn.Module):
+    """An encoder and decoder over words, with one fixed position for a whole sequence, as in Lightning's demo."""
+
+    def __init__(
+        self,
+        vocab_size: int = 33278,
+        ninp: int = 200,
+        nhead: int = 2,
+        nhid: int = 200,
+        nlayers: int = 2,
+        dropout: float = 0.2,
+    ) -> None:
+        super().__init__()
+        self.pos_encoder = _Position(ninp, dropout)
+        self.embedding = nn.Embedding(vocab_size, ninp)
+        self.transformer = nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True)
+        self.decoder = nn.Linear(ninp, vocab_size)
+        self.ninp, self.vocab_size = ninp, vocab_size
+
+    def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Word numbers of shape (samples, length), twice; returns log probabilities (samples × length, words)."""
+        if mask is None:
+            mask = nn.Transformer.generate_square_subsequent_mask(inputs.size(1), device=inputs.device)
+        source, target = (self.pos_encoder(self.embedding(words) * self.ninp**0.5) for words in (inputs, target))
+        words = self.decoder(self.transformer(source, target, tgt_mask=mask))
+        return nn.functional.log_softmax(words, dim=-1).view(-1, self.vocab_size)
+
+
+class _Position(nn.Module):
+    def __init__(self, dim: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.dim = nn.Dropout(dropout), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        even = torch.arange(0, self.dim, 2, device=x.device).float()
+        angles = x.size(1) * torch.exp(even * (-math.log(10000.0) / self.dim))
+        place = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten()
+        return self.dropout(x + place)  # type: ignore[no-any-return]
+
+
+class WikiText2(Dataset[tuple[Tensor, Tensor]]):
+    """Blocks of ``wikitext-2.txt`` in a directory as word numbers, and the same blocks one word later."""
+
+    def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:
+        self.path = Path(data_dir) / "wikitext-2.txt"
+        if download and not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            urlretrieve(_WORDS, self.path)
+        words = [word for line in self.path.read_text("utf8").splitlines() for word in (*line.split(), "<eos>")]
+        self.dictionary = {word: number for number, word in enumerate(dict.fromkeys(words))}
+        self.data = torch.tensor([self.dictionary[word] for word in words])
+        self.block_size = block_size
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of different words."""
+        return len(self.dictionary)
+
+    def __len__(self) -> int:
+        return len(self.data) // self.block_size - 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start, end = index * self.block_size, (index + 1) * self.block_size
+        return self.data[start:end], self.data[start + 1 : end + 1]
+
+
+_WORDS: Final = "https://raw.githubusercontent.com/pytorch/examples/main/word_language_model/data/wikitext-2/train.txt"
+
+
+class LightningTransformer(TrainModule):
+    """`Transformer` on `WikiText2`."""
+
+    def __init__(self, vocab_size: int = 33278) -> None:
+        super().__init__()
+        self.model = Transformer(vocab_size=vocab_size)
+
+    def forward(self, inputs: Tensor, target: Tensor) -> Tensor:
+        return self.model(inputs, target)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs, target = batch
+        return nn.functional.nll_loss(self(inputs, target), target.view(-1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def prepare_data(self) -> None:
+        WikiText2(download=True)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(WikiText2())
+
+
+# -- digits -----------------------------------------------------------------------------------------------------------
+
+
+def MNIST(*args: Any, **kwargs: Any) -> Any:
+    """torchvision's dataset of digits."""
+    return torchvision().datasets.MNIST(*args, **kwargs)
+
+
+class MNISTDataModule(DataModule):
+    """Loaders of MNIST; the last ``val_split`` training images, in a fixed random order, are for validation."""
+
+    name = "mnist"
+    num_classes = 10
+
+    def __init__(
+        self,
+        data_dir: str = "./data",
+        val_split: int = 5000,
+        num_workers: int = 16,
+        normalize: bool = False,
+        seed: int = 42,
+        batch_size: int = 32,
+    ) -> None:
+        super().__init__()
+        self.data_dir, self.val_split, self.num_workers = data_dir, val_split, num_workers
+        self.normalize, self.seed, self.batch_size = normalize, seed, batch_size
+
+    def prepare_data(self) -> None:
+        for train in (True, False):
+            MNIST(self.data_dir, train=train, download=True)
+
+    def setup(self, stage: str) -> None:
+        images = MNIST(self.data_dir, train=True, download=False, transform=self.default_transforms)
+        sizes = [len(images) - self.val_split, self.val_split]
+        drawn = torch.Generator().manual_seed(42)
+        self.dataset_train, self.dataset_val = random_split(images, sizes, generator=drawn)
+
+    def train_dataloader(self) -> Any:
+        return self._loader(self.dataset_train, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        return self._loader(self.dataset_val)
+
+    def test_dataloader(self) -> Any:
+        return self._loader(MNIST(self.data_dir, train=False, download=False, transform=self.default_transforms))
+
+    @property
+    def default_transforms(self) -> Any:
+        """To a tensor, and with ``normalize`` to [-1, 1]."""
+        known = torchvision().transforms
+        change = known.ToTensor()
+        return known.Compose([change, known.Normalize(mean=(0.5,), std=(0.5,))]) if self.normalize else change
+
+    def _loader(self, images: Any, shuffle: bool = False) -> Any:
+        options: dict[str, Any] = {
+            "num_workers": self.num_workers,
+            "drop_last": True,
+            "pin_memory": torch.cuda.is_available(),
+        }
+        return DataLoader(images, self.batch_size, shuffle=shuffle, **options)

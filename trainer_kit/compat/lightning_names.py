@@ -79,7 +79,9 @@ _UTILITIES = {
         "grad_norm",
     ),
 }
+_WORDS = _at("compat.lightning_demos", "LightningTransformer", "Transformer", "WikiText2")
 _DEMOS = _at("compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel")
+_SERVED = _at("compat.lightning_serve", "ServableModule", "ServableModuleValidator")
 
 PATHS: Final[dict[str, dict[str, str]]] = {
     "": _utilities("cli_lightning_logo"),
@@ -126,7 +128,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "core.mixins.hparams_mixin": _at("core.hparams", HyperparametersMixin="HParamsMixin"),
     "core.module": _MODULE,
     "core.optimizer": _at("step.optimizers", LightningOptimizer="OptimizerProxy"),
-    "demos": _DEMOS,
+    "demos": _DEMOS | _WORDS,
     "demos.boring_classes": {
         **_DEMOS,
         **_at(
@@ -138,6 +140,8 @@ PATHS: Final[dict[str, dict[str, str]]] = {
             "RandomIterableDatasetWithLen",
         ),
     },
+    "demos.mnist_datamodule": _at("compat.lightning_demos", "MNIST", "MNISTDataModule"),
+    "demos.transformer": _WORDS,
     "loggers.base": _utilities("rank_zero_experiment") | _at("core.protocols", "Logger", LightningLoggerBase="Logger"),
     "loggers.logger": {
         **_at("core.protocols", "Logger"),
@@ -155,6 +159,11 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "profilers.advanced": _at("callbacks.profilers", "AdvancedProfiler"),
     "profilers.pytorch": _at("callbacks.profilers", "PyTorchProfiler"),
     "profilers.simple": _at("callbacks.profilers", "SimpleProfiler"),
+    "serve": _SERVED,
+    "serve.servable_module": _at("compat.lightning_serve", "ServableModule"),
+    "serve.servable_module_validator": _at("compat.lightning_serve", "ServableModuleValidator"),
+    "strategies": _utilities("ParallelStrategy"),
+    "strategies.parallel": _utilities("ParallelStrategy"),
     "strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
     "trainer": {**_SEED, **_STATES},
     "trainer.states": _STATES,
@@ -176,7 +185,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
         **_at("accelerator.batch_size", garbage_collection_cuda="release_memory"),
         **_utilities("is_oom_error"),
     },
-    "utilities.model_helpers": _utilities("is_overridden"),
+    "utilities.model_helpers": _utilities("get_torchvision_model", "is_overridden"),
     "utilities.model_summary": _SUMMARY,
     "utilities.model_summary.model_summary": _SUMMARY,
     "utilities.parsing": _utilities("AttributeDict"),
@@ -192,11 +201,42 @@ PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in
 _FABRIC_CLASS = _at("accelerator.fabric", "Fabric")
 PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS})
 PATHS.update({"fabric": {**_FABRIC_CLASS, **_SEED}, "fabric.fabric": _FABRIC_CLASS})
+_FABRIC_STRATEGIES = {
+    **_at("strategies.ddp", "DDPStrategy"),
+    **_at("strategies.fsdp", "FSDPStrategy"),
+    **_at("strategies.single", "SingleDeviceStrategy"),
+    **_at("strategies.strategy", "Strategy"),
+    **_utilities("ParallelStrategy"),
+}
+PATHS.update(
+    {
+        "fabric.loggers": {
+            **_at("core.protocols", "Logger"),
+            **_utilities(CSVLogger="fabric_csv_logger", TensorBoardLogger="fabric_tensorboard_logger"),
+        },
+        "fabric.loggers.csv_logs": _utilities(CSVLogger="fabric_csv_logger"),
+        "fabric.loggers.logger": _at("core.protocols", "Logger") | _utilities("rank_zero_experiment"),
+        "fabric.loggers.tensorboard": _utilities(TensorBoardLogger="fabric_tensorboard_logger"),
+        "fabric.plugins.precision": _PRECISIONS,
+        "fabric.strategies": _FABRIC_STRATEGIES,
+        "fabric.strategies.ddp": _at("strategies.ddp", "DDPStrategy"),
+        "fabric.strategies.fsdp": _at("strategies.fsdp", "FSDPStrategy"),
+        "fabric.strategies.parallel": _utilities("ParallelStrategy"),
+        "fabric.strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
+        "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
+        "fabric.wrappers": {
+            **_at("accelerator.fabric_module", "FabricModule", _FabricModule="FabricModule"),
+            **_utilities(_unwrap_objects="unwrap_objects"),
+        },
+    }
+)
+PATHS["fabric.utilities.types"] = {**_TYPES, **_utilities(LRScheduler="LRScheduler", Optimizable="Optimizer")}
 _ONLY_ELSEWHERE = (
+    *("fabric.accelerators", "fabric.plugins.collectives", "fabric.utilities.init", "fabric.utilities.load"),
+    *("fabric.utilities.throughput", "fabric.utilities.device_parser", "fabric.utilities.registry"),
     "accelerators",
     "callbacks.checkpoint",
     "core.saving",
-    "demos.transformer",
     "fabric.plugins.environments",
     "fabric.plugins.io",
     "fabric.plugins.io.checkpoint_io",
@@ -214,7 +254,6 @@ _ONLY_ELSEWHERE = (
     "profilers.profiler",
     "profilers.xla",
     "strategies.model_parallel",
-    "strategies.parallel",
     "strategies.single_xla",
     "utilities.argparse",
     "utilities.cli",
@@ -243,6 +282,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "CheckpointHooks": "TrainModule and DataModule have its hooks: on_save_checkpoint, on_load_checkpoint",
     "CheckpointIO": _CHECKPOINT_IO,
     "ClusterEnvironment": _ENVIRONMENT,
+    "CollectibleGroup": "torch.distributed.ProcessGroup",
     "DDPFullyShardedNativeStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
     "DDPFullyShardedStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
     "DDPPlugin": 'trainer_kit.strategies.DDPStrategy(find_unused_parameters=...), or Trainer(strategy="ddp")',
@@ -250,6 +290,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "DDPShardedStrategy": 'Trainer(strategy="fsdp")',
     "DDPSpawnPlugin": 'Trainer(strategy="ddp"): it starts the processes',
     "DDPSpawnStrategy": 'Trainer(strategy="ddp"): it starts the processes',
+    "DataParallelStrategy": 'Trainer(strategy="ddp"): one process for each device',
     "DeepSpeedPrecision": 'Trainer(strategy="deepspeed_stage_2", precision="bf16-mixed")',
     "DeepSpeedSummary": "ModelSummary: it counts parameters that are divided over processes",
     "DoublePrecision": 'Trainer(precision="64-true")',
@@ -266,7 +307,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "LightningEnvironment": _ENVIRONMENT,
     "LightningLSTM": "examples/lm.py has a language model",
     "LightningLite": "trainer_kit.Fabric: setup, backward and your own loop",
-    "LightningTransformer": "examples/lm.py has a language model",
     "LoggerCollection": "trainer.loggers is the list of loggers",
     "Loop": _LOOP,
     "MODEL_REGISTRY": "leave it out: trainer_kit.cli finds subclasses by their class_path",
@@ -276,27 +316,23 @@ ELSEWHERE: Final[dict[str, str]] = {
     "ModelParallelStrategy": "trainer_kit.strategies.MeshStrategy(dp_shard=..., tp=...), and configure_parallel",
     "NativeMixedPrecisionPlugin": "trainer_kit.precision.MixedPrecision",
     "NeptuneLogger": "Neptune ended its service in 2026; use another logger, such as MLFlowLogger",
-    "ParallelStrategy": "subclass trainer_kit.strategies.Strategy",
     "PassThroughProfiler": "leave it out: a Trainer without a profiler measures nothing",
     "ProcessGroup": "torch.distributed.ProcessGroup",
     "Profiler": "subclass Callback: wrap_hook sees every hook; SimpleProfiler and AdvancedProfiler are such callbacks",
     "ProgressBarBase": "from trainer_kit.callbacks import ProgressBar",
     "SIGTERMException": "SystemExit: SIGTERM saves a checkpoint and ends the process with exit code 143",
     "SLURMEnvironment": _ENVIRONMENT,
-    "ServableModule": "export the module: to_onnx, or torch.export",
-    "ServableModuleValidator": "export the module: to_onnx, or torch.export",
     "SimpleLSTM": "examples/lm.py has a language model",
     "SingleDeviceXLAStrategy": "trainer_kit.strategies.XLAStrategy",
     "StrategyRegistry": "trainer_kit.core.registry.STRATEGIES",
     "TPUAccelerator": _HARDWARE,
     "TestTubeLogger": "trainer_kit.loggers.CSVLogger or TensorBoardLogger",
     "TorchCheckpointIO": _CHECKPOINT_IO,
+    "TorchCollective": "torch.distributed, or fabric.all_reduce, all_gather, broadcast and barrier",
     "TorchElasticEnvironment": _ENVIRONMENT,
     "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
     "Tqdm": "tqdm.auto.tqdm",
-    "Transformer": "examples/lm.py has a language model",
     "UnrepeatedDistributedSampler": "leave it out: each sample counts once, on any number of processes",
-    "WikiText2": "examples/lm.py has a language model and its data",
     "XLAAccelerator": _HARDWARE,
     "XLACheckpointIO": _CHECKPOINT_IO,
     "XLAEnvironment": _ENVIRONMENT,
@@ -316,8 +352,13 @@ ELSEWHERE: Final[dict[str, str]] = {
     "collect_init_args": "self.save_hyperparameters()",
     "convert_zero_checkpoint_to_fp32_state_dict": "trainer-kit checkpoint export: a checkpoint has the whole weights",
     "demos.lstm": "examples/lm.py has a language model",
-    "demos.mnist_datamodule": "examples/digits.py has data and a network for digits",
     "disable_possible_user_warnings": "leave it out: this library issues no such warning",
+    "fabric.accelerators.Accelerator": (
+        "leave the class out: Fabric(accelerator=...) takes a word. trainer_kit.Accelerator is something else"
+    ),
+    "fabric.utilities.throughput.ThroughputMonitor": (
+        "trainer_kit.callbacks.ThroughputMonitor in a Trainer; count samples in a loop of your own"
+    ),
     "find_shared_parameters": "leave it out: tied weights stay tied on every device",
     "find_usable_cuda_devices": 'Trainer(devices=2) or devices="auto" finds them',
     "from_compiled": "Trainer(compile=True) compiles training_step and leaves the module as it is",
@@ -326,7 +367,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "get_init_args": "self.save_hyperparameters()",
     "get_nvidia_gpu_stats": "callbacks=[DeviceStatsMonitor()], or torch.cuda.memory_stats()",
     "get_standard_metrics": "ProgressBar.get_metrics(trainer, module)",
-    "get_torchvision_model": "torchvision.models.get_model(name)",
     "is_cuda_out_of_memory": "utilities.memory.is_oom_error",
     "is_out_of_cpu_memory": "utilities.memory.is_oom_error",
     "is_param_in_hook_signature": "inspect.signature(hook).parameters",
@@ -351,7 +391,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "recursive_detach": "utilities.apply_func.apply_to_collection(values, torch.Tensor, torch.Tensor.detach)",
     "reset_seed": "seed_everything(seed)",
     "save_hparams_to_yaml": "yaml.safe_dump(dict(module.hparams))",
-    "serve": "export the module: to_onnx, or torch.export",
     "set_shared_parameters": "leave it out: tied weights stay tied on every device",
     "sized_len": "len(loader) in a try block",
     "strategies.launchers": "Trainer(devices=2) starts processes, torchrun or trainer-kit launch do too",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
+from trainer_kit.accelerator.fabric_module import FabricModule
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
@@ -36,7 +38,10 @@ from trainer_kit.core.hparams import HParams
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.loggers.csv_logs import CSVLogger
 from trainer_kit.loggers.layout import DummyLogger
+from trainer_kit.loggers.tensorboard import TensorBoardLogger
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
     "EVAL_DATALOADERS",
@@ -59,6 +64,7 @@ __all__ = [
     "MisconfigurationException",
     "OptimizerCallable",
     "OptimizerLRScheduler",
+    "ParallelStrategy",
     "PossibleUserWarning",
     "ReduceLROnPlateau",
     "WarningCache",
@@ -230,6 +236,63 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     device = torch.accelerator.current_accelerator() if include_cuda and torch.accelerator.is_available() else None
     with preserved_rng(device):
         yield
+
+
+def torchvision() -> Any:
+    """The package torchvision.
+
+    Raises:
+        ConfigurationError: it is not installed.
+    """
+    try:
+        return import_module("torchvision")
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            "this needs torchvision, which is not installed", fix="pip install torchvision"
+        ) from error
+
+
+def get_torchvision_model(model_name: str, **kwargs: Any) -> nn.Module:
+    """One of torchvision's models by name; a shorter name for ``torchvision.models.get_model``.
+
+    Args:
+        model_name: such as ``"resnet18"``.
+        kwargs: options of the model, such as ``weights``.
+
+    Raises:
+        ConfigurationError: torchvision is not installed.
+    """
+    made: nn.Module = torchvision().models.get_model(model_name, **kwargs)
+    return made
+
+
+class _AnyParallel(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Strategy) and instance.started and instance.world_size > 1
+
+
+class ParallelStrategy(metaclass=_AnyParallel):
+    """For ``isinstance``: a strategy that runs on several processes. Subclass `Strategy` for one of your own."""
+
+    def __init_subclass__(cls) -> None:
+        raise ConfigurationError(
+            "ParallelStrategy answers isinstance only", fix="subclass trainer_kit.strategies.Strategy"
+        )
+
+
+def fabric_csv_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> CSVLogger:
+    """`CSVLogger` under the names of Fabric's arguments: ``root_dir`` is ``save_dir``."""
+    return CSVLogger(root_dir, *args, **kwargs)
+
+
+def fabric_tensorboard_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> TensorBoardLogger:
+    """`TensorBoardLogger` under the names of Fabric's arguments: ``root_dir`` is ``save_dir``."""
+    return TensorBoardLogger(root_dir, *args, **kwargs)
+
+
+def unwrap_objects(collection: Any) -> Any:
+    """Replace the modules that `Fabric.setup` returned by the user's own, in any nesting."""
+    return apply_to_collection(collection, FabricModule, lambda module: module.module)
 
 
 def cli_lightning_logo() -> None:

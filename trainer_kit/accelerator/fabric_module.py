@@ -1,0 +1,191 @@
+"""What ``Fabric.setup`` returns for a module: its attributes pass through, its methods run through the wrapper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
+
+if TYPE_CHECKING:
+    from trainer_kit.accelerator.fabric import Fabric
+
+__all__ = ["FabricModule", "prepared_module", "serve_module"]
+
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+@final
+class FabricModule(nn.Module):
+    """A prepared module under the user's own names.
+
+    Calling it, or one of its forward methods, synchronises gradients and uses the precision. Other attributes are the
+    user's module's, also when they are assigned. The steps of a `TrainModule` are forward methods;
+    `mark_forward_method` adds others.
+
+    Args:
+        module: the user's module.
+        prepared: what the Accelerator made of it: the module itself or torch's wrapper around it.
+        in_precision: gives a method the precision of the forward.
+    """
+
+    def __init__(
+        self, module: nn.Module, prepared: nn.Module, in_precision: Callable[[Callable[..., Any]], Callable[..., Any]]
+    ) -> None:
+        super().__init__()
+        self._modules["module"] = module
+        self.__dict__["forward"] = prepared
+        self.__dict__["_prepared"] = prepared  # not a submodule: every parameter would have two names
+        self.__dict__["_in_precision"] = in_precision
+        self.__dict__["_forward_methods"] = set[str]()
+        for name in _STEPS if isinstance(module, TrainModule) else ():
+            self.mark_forward_method(name)
+
+    def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
+        """Run a method as the forward is run: through the wrapper, in the precision.
+
+        Args:
+            method: the method of the user's module, or its name.
+
+        Raises:
+            ConfigurationError: the module has no such method.
+        """
+        name = method if isinstance(method, str) else method.__name__
+        if name == "forward" or not callable(getattr(self.module, name, None)):
+            raise ConfigurationError(
+                "only a method of the module, other than forward, can be marked as a forward method",
+                found=f"{name!r} of {type(self.module).__name__}",
+            )
+        module: Any = self.module
+        if isinstance(module, FSDPModule) and name not in self._forward_methods:
+            register_fsdp_forward_method(module, name)  # type: ignore[arg-type]  # torch mixes it into the class
+        self._forward_methods.add(name)
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__dict__["_modules"]["module"]
+        if name == "module":
+            return module
+        found = getattr(module, name)
+        wrapped = self.__dict__["_prepared"] is not module
+        if name in self.__dict__["_forward_methods"]:
+            step = self.__dict__["_in_precision"](found)
+            return self._through_wrapper(step) if wrapped else step
+        own = getattr(found, "__self__", None) is module
+        return self._watched(found, name) if wrapped and own else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None:  # nn.Module's constructor
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)
+
+    def _through_wrapper(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        """Call the wrapper with the step in the place of the module's forward."""
+
+        @wraps(step)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            space = self.module.__dict__
+            before = {"forward": space["forward"]} if "forward" in space else {}
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                restore()  # the step may call the module itself
+                return step(*args, **kwargs)
+
+            def restore() -> None:
+                space.pop("forward", None)
+                space.update(before)
+
+            space["forward"] = forward
+            try:
+                return self._prepared(*args, **kwargs)
+            finally:
+                restore()
+
+        return call
+
+    def _watched(self, method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """Refuse a method that computes gradients past the wrapper, which would not synchronise them."""
+
+        def refuse(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                raise ConfigurationError(
+                    "this method runs layers past the wrapper that synchronises gradients",
+                    found=f"{type(self.module).__name__}.{name}",
+                    fix=f"model.mark_forward_method({name!r}) after fabric.setup, or torch.no_grad() around the call",
+                )
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            hooks = [part.register_forward_pre_hook(refuse) for part in self.module.modules()]
+            try:
+                return method(*args, **kwargs)
+            finally:
+                for hook in hooks:
+                    hook.remove()
+
+        return call
+
+    def train(self, mode: bool = True) -> FabricModule:
+        """Set the mode of the module and of its wrapper."""
+        self._prepared.train(mode)
+        self.__dict__["training"] = mode
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's module's."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+
+def prepared_module(module: nn.Module) -> nn.Module:
+    """Return what the Accelerator made of a module that `Fabric.setup` returned; return other modules unchanged."""
+    found: nn.Module = module._prepared if isinstance(module, FabricModule) else module
+    return found
+
+
+def serve_module(module: nn.Module, fabric: Fabric) -> None:
+    """Let a `TrainModule` log, print and run backward through a Fabric."""
+    if isinstance(module, TrainModule):
+        served: Any = _FabricAsTrainer(fabric)
+        module.trainer = served
+
+
+@final
+class _FabricAsTrainer:
+    """What a `TrainModule` asks its Trainer for, from a Fabric."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric, self.metrics = fabric, self
+        self.manual_backward = fabric.backward
+
+    @property
+    def logger(self) -> Any:
+        """The first logger, or None."""
+        return self.fabric.loggers[0] if self.fabric.loggers else None
+
+    def log(self, name: str, value: Any, *options: Any) -> None:
+        """Log a value with every logger."""
+        self.fabric.log(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self.fabric, name)
+        except AttributeError:
+            raise AttributeError(
+                str(
+                    ConfigurationError(
+                        f"a Fabric runs this module, so there is no trainer.{name}",
+                        fix="pass the value to the method as an argument",
+                    )
+                )
+            ) from None

@@ -1,0 +1,95 @@
+"""Lightning's ``ServableModule``: what a module answers to a request, and a callback that tries it before training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.tensors import move_to_device
+
+__all__ = ["ServableModule", "ServableModuleValidator"]
+
+
+class ServableModule(nn.Module):
+    """Mixin of a module that answers requests: ``class Mine(TrainModule, ServableModule)``."""
+
+    def configure_payload(self) -> dict[str, Any]:
+        """An example of a request: ``{"body": {name: value}}``."""
+        raise self._missing("configure_payload")
+
+    def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+        """Functions by name that read the values of a request, and that write the values of a response."""
+        raise self._missing("configure_serialization")
+
+    def serve_step(self, *args: Tensor, **kwargs: Tensor) -> dict[str, Tensor]:
+        """The response to a request, by name."""
+        raise self._missing("serve_step")
+
+    def configure_response(self) -> dict[str, Any] | None:
+        """The expected response to the example; None: any."""
+        return None
+
+    def _missing(self, name: str) -> ConfigurationError:
+        return ConfigurationError(f"{type(self).__name__} is served, and does not define {name}")
+
+
+@final
+class ServableModuleValidator(Callback):
+    """Send a module's example request through its serialization and ``serve_step`` before training.
+
+    Request and response pass through JSON, as over a network; no server is started.
+
+    Args:
+        exit_on_failure: raise if the response differs; False keeps it in ``successful``.
+        options: accepted: the server, host, port, optimization and timeout of Lightning's class.
+
+    Attributes:
+        resp: the response.
+        successful: whether it is the expected one; None before a run.
+
+    Raises:
+        ConfigurationError: the module is no `ServableModule`, or its response differs.
+    """
+
+    def __init__(self, optimization: str | None = None, exit_on_failure: bool = True, **options: Any) -> None:
+        unknown = options.keys() - {"server", "host", "port", "timeout"}
+        if unknown:
+            raise ConfigurationError("unknown arguments", found=", ".join(sorted(unknown)))
+        self.exit_on_failure = exit_on_failure
+        self.resp: Any = None
+        self.successful: bool | None = None
+
+    @torch.no_grad()
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        if not isinstance(pl_module, ServableModule):
+            raise ConfigurationError(
+                "ServableModuleValidator needs a ServableModule",
+                found=type(pl_module).__name__,
+                fix="class Mine(TrainModule, ServableModule)",
+            )
+        reading, writing = pl_module.configure_serialization()
+        body = json.loads(json.dumps(pl_module.configure_payload()))["body"]
+        inputs = _each(reading, body)
+        before = pl_module.training
+        pl_module.eval()
+        found = pl_module.serve_step(**move_to_device(inputs, trainer.strategy.device))
+        pl_module.train(before)
+        self.resp = json.loads(json.dumps(_each(writing, found)))
+        expected = pl_module.configure_response()
+        self.successful = expected is None or self.resp == expected
+        if self.exit_on_failure and not self.successful:
+            raise ConfigurationError(
+                "the module does not answer its own example as expected",
+                found=f"{self.resp}, where configure_response returns {expected}",
+                fix="the expected response, or exit_on_failure=False",
+            )
+
+
+def _each(functions: dict[str, Callable[..., Any]], values: dict[str, Any]) -> dict[str, Any]:
+    return {name: functions[name](value) if name in functions else value for name, value in values.items()}
