@@ -203,12 +203,7 @@ def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple
         try:
             value = getattr(value, name)
         except AttributeError as error:
-            if (
-                stored
-                and position == len(attributes)
-                and not isinstance(error, TrainerKitError)
-                and ": " not in str(error)
-            ):
+            if stored and position == len(attributes) and name not in dir(type(value)):
                 return None, None  # a user-defined attribute
             problem, fix = reason(error)
             return None, Answer("attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None)

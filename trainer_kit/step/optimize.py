@@ -94,6 +94,40 @@ class Stepper:
         if self.several is not None:
             self.several.update({n: parameters_of(o) for n, o in zip(self.made.names or (), optimizers, strict=True)})
 
+    def replace(self, optimizers: list[Optimizer]) -> int:
+        """Step other optimizers from here on; return the number of schedulers that still change a replaced one.
+
+        Raises:
+            ConfigurationError: their number or kind differs from what the run was composed for.
+        """
+        wrong = next((o for o in optimizers if self._is_given_closure(o)), None)
+        reason = (
+            "the optimizers have names"
+            if self.several is not None
+            else f"{len(optimizers)} in the place of {len(self.made.optimizers)}"
+            if len(optimizers) != len(self.made.optimizers)
+            else f"{self.strategy.name} steps an engine's own optimizer"
+            if self.strategy.owns_step
+            else f"{type(wrong).__name__} evaluates the loss again"
+            if wrong is not None
+            else None
+        )
+        if reason is not None:
+            raise ConfigurationError(
+                "these optimizers cannot be exchanged in a run",
+                found=reason,
+                fix="return them from configure_optimizers, or change their param_groups",
+            )
+        for optimizer in optimizers:
+            self.strategy.prepare_optimizer(optimizer)
+        before = set(map(id, self._all))
+        self.made.optimizers[:] = optimizers
+        self.read_groups()
+        for parameter in self._all:
+            if id(parameter) not in before:  # nothing has dropped its gradients since it was last stepped
+                parameter.grad = None
+        return sum(all(config.scheduler.optimizer is not o for o in optimizers) for config in self.made.schedulers)
+
     def _clip(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         if self._own_clip:
             return partial(self.module.configure_gradient_clipping, optimizer, *(self.clip or (None, None)))
@@ -320,6 +354,13 @@ class ManualStepper:
     def trained(self) -> bool | None:
         """Whether a step has had a gradient; None before the first step."""
         return max((one.trained for one in self.optimizers if one.trained is not None), default=None)
+
+    def replace(self, optimizers: list[Optimizer]) -> int:
+        """Refused: the user's own code steps them."""
+        raise ConfigurationError(
+            "in manual optimization the loop steps no optimizers, so none are exchanged",
+            fix="return all of them from configure_optimizers, and step one of self.optimizers()",
+        )
 
     def read_groups(self) -> None:
         """Bind the steps again, after parameter groups have changed."""

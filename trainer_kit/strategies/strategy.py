@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, final
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["EngineModule", "Strategy"]
+
+
+_INSTEAD: Final = {
+    "checkpoint_io": "checkpoints are directories written in the background; callbacks see them in on_save_checkpoint",
+    "connect": "trainer.fit(module) gives the module to the strategy",
+    "lightning_module": "trainer.lightning_module",
+    "local_rank": "trainer.local_rank",
+    "lr_scheduler_configs": "trainer.lr_scheduler_configs",
+    "model": "trainer.lightning_module; the wrapper is bound once, and not an attribute",
+    "precision_plugin": "trainer.precision_plugin",
+}
+"""What has the attributes of Lightning's strategies that are not here."""
 
 
 class Strategy(ABC):
@@ -161,6 +173,28 @@ class Strategy(ABC):
     def world_size(self) -> int:
         """The number of processes (Lightning's name)."""
         return self.world.size
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes (Lightning's name)."""
+        return self.world.size
+
+    @property
+    def optimizers(self) -> NoReturn:
+        """Not here: the Trainer has them."""
+        raise AttributeError("a strategy has no optimizers: trainer.optimizers reads and replaces them")
+
+    @optimizers.setter
+    def optimizers(self, optimizers: Any) -> NoReturn:
+        raise StrategyError("a strategy has no optimizers", fix="trainer.optimizers = [...]")
+
+    if not TYPE_CHECKING:  # a checker knows all attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or name in dir(type(self)):  # a property has raised an AttributeError
+                return object.__getattribute__(self, name)
+            fix = "it is known once a run has started" if name in Strategy.__annotations__ else _INSTEAD.get(name)
+            raise AttributeError(str(StrategyError(f"{type(self).__name__} has no attribute {name!r}", fix=fix)))
 
     def configure(self, **facts: Any) -> str | None:
         """Take what the run knows, to complete the engine's own configuration and to refuse contradictions.

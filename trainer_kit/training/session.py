@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -21,7 +21,7 @@ from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
 from trainer_kit.core.environment import Environment, list_devices
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
@@ -36,7 +36,7 @@ from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper
-from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, parameters_of
+from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, check_parameters, parameters_of
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -623,12 +623,18 @@ class Session:
         return [] if self.run is None else self.run.stepper.made.optimizers
 
     @optimizers.setter
-    def optimizers(self, optimizers: Any) -> None:
-        raise ConfigurationError(
-            "optimizers are part of checkpoints and schedules, and cannot be exchanged",
-            found="trainer.optimizers = ...",
-            fix="return them from configure_optimizers, or change their param_groups",
-        )
+    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        if self.run is None:
+            raise ConfigurationError(
+                "no fit is running, whose optimizers these would be",
+                found="trainer.optimizers = ...",
+                fix="return them from configure_optimizers, or set them in a hook",
+            )
+        stepper = self.run.stepper
+        left = stepper.replace(list(optimizers))
+        check_parameters(stepper.made, self.run.module, self.strategy, self.print)
+        if left:
+            self.say(f"{left} schedulers change optimizers that trainer.optimizers = ... has replaced")
 
     @property
     def manual_optimizers(self) -> list[Any]:
@@ -841,6 +847,17 @@ class Session:
         self.print(line)  # looked up at each call: a script may replace `trainer.print`
 
     # -- attributes of Lightning's Trainer that this one lacks --------------------------------------------------
+
+    if not TYPE_CHECKING:  # a checker knows all attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__") or name in dir(type(self)):  # a property has raised an AttributeError
+                return object.__getattribute__(self, name)
+            fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
+            if not name.startswith("_"):
+                known = [one for one in dir(type(self)) if not one.startswith("_")]
+                fix = did_you_mean(name, known, "dir(trainer) lists its attributes")
+            raise AttributeError(str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix)))
 
     validate_loop = _Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"

@@ -1,0 +1,39 @@
+"""What the Trainer and its strategy answer when code asks for an attribute of Lightning's that is not here."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+
+import trainer_kit as tk
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        ("curent_epoch", r"has no attribute 'curent_epoch'\n  fix:   did you mean 'current_epoch'\?"),
+        ("finetune", r"has no attribute 'finetune'\n  fix:   dir\(trainer\)"),
+        ("_accelerator_connector", r"_accelerator_connector'\n  fix:   a private attribute of Lightning's"),
+        ("accelerator", "the Trainer has no accelerator: trainer.strategy.device"),
+        ("strategy.checkpoint_io", r"'checkpoint_io'\n  fix:   checkpoints are directories"),
+        ("strategy.local_rank", r"'local_rank'\n  fix:   trainer\.local_rank"),
+        ("strategy.optimizers", r"trainer\.optimizers"),
+        ("strategy.nothing", "has no attribute 'nothing'"),
+        ("fit_loop.epoch_loop.val_loop", "FitLoop has no val_loop"),
+    ],
+)
+def test_a_missing_attribute_says_what_to_use(path, match):
+    value = tk.Trainer(accelerator="cpu", devices=1, barebones=True)
+    *owners, last = path.split(".")
+    for name in owners:
+        value = getattr(value, name)
+    with pytest.raises(AttributeError, match=match):
+        getattr(value, last)
+    assert not hasattr(value, last)
+
+
+def test_a_strategy_is_copied_and_pickled():
+    strategy = tk.Trainer(accelerator="cpu", devices=1, barebones=True).strategy
+    assert copy.copy(strategy).device == pickle.loads(pickle.dumps(strategy)).device
