@@ -208,7 +208,7 @@ class Net(Base):
     def training_step(self, batch, batch_idx, optimizer_idx): ...
     def validation_epoch_end(self, outputs): ...
     def on_epoch_end(self): ...
-    def on_anything_of_mine(self): return self.on_gpu
+    def on_anything_of_mine(self): return self.on_anything_else
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_idx, closure, on_tpu, native): ...
     def on_train_batch_start(self, batch, batch_idx, dataloader_idx): ...
     def training_step_for_one(self, batch, other, third, fourth): return self._trainer_state
@@ -235,7 +235,7 @@ pl.Trainer.from_argparse_args(args)
     assert "cannot take what it is called with | fix: leave optimizer_idx out" in lines.pop(9)
     assert "fix: define on_validation_epoch_end (it takes no outputs" in lines.pop(10)
     assert "fix: define on_train_epoch_end" in lines.pop(11)
-    assert "nothing defines self.on_gpu" in lines.pop(12)
+    assert "nothing defines self.on_anything_else" in lines.pop(12)
     assert "fix: leave optimizer_idx out" in lines.pop(13)
     assert "fix: def on_train_batch_start(self, batch, batch_idx)" in lines.pop(14)
     assert "nothing defines self._trainer_state" in lines.pop(15)

@@ -252,3 +252,9 @@ def test_functions_under_rank_zero_only_run_before_a_trainer_exists(name):
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": "3"})
     assert (ran.stdout.strip(), ran.stderr) == ("3", "")
+
+
+def test_on_gpu_says_where_the_module_is():
+    module = TrainModule()
+    assert module.on_gpu is False
+    assert type(module).on_gpu.fget(type("There", (), {"device": torch.device("cuda", 0)})()) is True

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import Any, Final, final
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 
-if TYPE_CHECKING:
-    from trainer_kit.accelerator.fabric import Fabric
-
-__all__ = ["FabricModule", "prepared_module", "serve_module"]
+__all__ = ["FabricModule", "prepared_module", "serve_module", "unwrap_objects"]
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -153,7 +151,12 @@ def prepared_module(module: nn.Module) -> nn.Module:
     return found
 
 
-def serve_module(module: nn.Module, fabric: Fabric) -> None:
+def unwrap_objects(collection: Any) -> Any:
+    """Replace the modules that `Fabric.setup` returned by the user's own, in any nesting."""
+    return apply_to_collection(collection, FabricModule, lambda module: module.module)
+
+
+def serve_module(module: nn.Module, fabric: Any) -> None:
     """Let a `TrainModule` log, print and run backward through a Fabric."""
     if isinstance(module, TrainModule):
         served: Any = _FabricAsTrainer(fabric)
@@ -164,7 +167,7 @@ def serve_module(module: nn.Module, fabric: Fabric) -> None:
 class _FabricAsTrainer:
     """What a `TrainModule` asks its Trainer for, from a Fabric."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Any) -> None:
         self.fabric, self.metrics = fabric, self
         self.manual_backward = fabric.backward
 

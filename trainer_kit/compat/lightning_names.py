@@ -225,8 +225,7 @@ PATHS.update(
         "fabric.strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
         "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
         "fabric.wrappers": {
-            **_at("accelerator.fabric_module", "FabricModule", _FabricModule="FabricModule"),
-            **_utilities(_unwrap_objects="unwrap_objects"),
+            **_at("accelerator.fabric_module", _FabricModule="FabricModule", _unwrap_objects="unwrap_objects"),
         },
     }
 )

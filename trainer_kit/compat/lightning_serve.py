@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.tensors import move_to_device
 
 __all__ = ["ServableModule", "ServableModuleValidator"]
@@ -66,7 +67,7 @@ class ServableModuleValidator(Callback):
         self.successful: bool | None = None
 
     @torch.no_grad()
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not isinstance(pl_module, ServableModule):
             raise ConfigurationError(
                 "ServableModuleValidator needs a ServableModule",
@@ -76,10 +77,11 @@ class ServableModuleValidator(Callback):
         reading, writing = pl_module.configure_serialization()
         body = json.loads(json.dumps(pl_module.configure_payload()))["body"]
         inputs = _each(reading, body)
-        before = pl_module.training
-        pl_module.eval()
+        served: nn.Module = pl_module
+        before = served.training
+        served.eval()
         found = pl_module.serve_step(**move_to_device(inputs, trainer.strategy.device))
-        pl_module.train(before)
+        served.train(before)
         self.resp = json.loads(json.dumps(_each(writing, found)))
         expected = pl_module.configure_response()
         self.successful = expected is None or self.resp == expected

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import IterableDataset
 
-from trainer_kit.accelerator.fabric_module import FabricModule
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
@@ -71,7 +70,10 @@ __all__ = [
     "apply_to_collection",
     "cli_lightning_logo",
     "extract_batch_size",
+    "fabric_csv_logger",
+    "fabric_tensorboard_logger",
     "get_filesystem",
+    "get_torchvision_model",
     "grad_norm",
     "has_iterable_dataset",
     "is_oom_error",
@@ -84,6 +86,7 @@ __all__ = [
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
+    "torchvision",
 ]
 
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
@@ -288,11 +291,6 @@ def fabric_csv_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> CSVLogger:
 def fabric_tensorboard_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> TensorBoardLogger:
     """`TensorBoardLogger` under the names of Fabric's arguments: ``root_dir`` is ``save_dir``."""
     return TensorBoardLogger(root_dir, *args, **kwargs)
-
-
-def unwrap_objects(collection: Any) -> Any:
-    """Replace the modules that `Fabric.setup` returned by the user's own, in any nesting."""
-    return apply_to_collection(collection, FabricModule, lambda module: module.module)
 
 
 def cli_lightning_logo() -> None:

@@ -247,6 +247,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         return torch.device("cpu") if trainer is None else trainer.strategy.device
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a CUDA device."""
+        return self.device.type == "cuda"
+
+    @property
     def device_mesh(self) -> Any:
         """torch's mesh of the processes, for ``configure_model``; None under a strategy without one."""
         trainer = self.__dict__["_trainer"]
