@@ -119,7 +119,7 @@ soak: .venv/.stamp
 check: .venv/.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy --strict trainer_kit tests/typing_contracts.py
+	$(BIN)/mypy --strict trainer_kit tests/typing_contracts.py tests/typing_user.py
 	$(BIN)/python -m pytest tests/test_architecture.py
 
 bench: .venv/.stamp

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -118,6 +119,20 @@ def test_metadata_has_one_version_and_names_each_python() -> None:
     assert project()["requires-python"] == ">=3.10"
     newest = re.search(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert newest is None or newest[1] == tk.__version__
+
+
+def test_the_citation_and_the_templates_are_valid() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == tk.__version__
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys()
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    if not folder.exists():
+        pytest.skip("a source distribution has no dot files")
+    for path in (folder / "bug.yml", folder / "feature.yml"):
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert {"name", "description", "body"} <= form.keys(), path
+        assert all({"type", "id", "attributes"} <= field.keys() for field in form["body"]), path
+        assert all(field["attributes"]["label"] for field in form["body"]), path
 
 
 def test_the_source_is_that_of_python_3_10() -> None:

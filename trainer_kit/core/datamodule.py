@@ -40,7 +40,7 @@ class DataModule(DataHooks, HParamsMixin):
         """The state to save in checkpoints: plain data and tensors."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
 
     @classmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -22,7 +22,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trainer_kit.core.location import Location
-    from trainer_kit.core.protocols import ModuleLike, TrainerLike
+
+    # Any, so that an override may be annotated with Trainer and TrainModule, which are above this room, or with the
+    # protocols TrainerLike and ModuleLike, as ours are.
+    AnyTrainer: TypeAlias = Any
+    AnyModule: TypeAlias = Any
 
 # lightning-utilities raises an error when a user's function runs under `rank_zero_only` before the rank is known; a
 # started strategy sets the real rank.
@@ -78,7 +82,7 @@ class Callback:
         """The state to save in checkpoints: plain data and tensors."""
         return {}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
 
     def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -91,86 +95,86 @@ class Callback:
         """
         return call
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, module: AnyModule, stage: str) -> None:
         """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict."""
 
-    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, module: AnyModule, stage: str) -> None:
         """The last call of an entry point, also after an exception."""
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
 
-    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After ``on_train_end``; the strategy is still running."""
 
-    def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the sanity-check validation that precedes training."""
 
-    def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After the sanity check; random state and metrics are as before it."""
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first epoch of a fit, and again when a resumed fit starts."""
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After the last epoch."""
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first batch of an epoch."""
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After the last batch of an epoch; values logged here belong to the epoch.
 
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
-    def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
         """
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After each optimizer step, once per window (not in Lightning)."""
 
-    def on_before_zero_grad(self, trainer: TrainerLike, module: ModuleLike, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: AnyTrainer, module: AnyModule, optimizer: Optimizer) -> None:
         """Before gradients are cleared: once per window, before its first backward."""
 
-    def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, module: AnyModule, loss: Tensor) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
-    def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After each backward; gradients may still be scaled and unsynchronised."""
 
-    def on_before_optimizer_step(self, trainer: TrainerLike, module: ModuleLike, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, module: AnyModule, optimizer: Optimizer) -> None:
         """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
 
-    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After validation; reduced values are in ``callback_metrics``."""
 
-    def on_validation_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first validation batch."""
 
-    def on_validation_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(
-        self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``validation_step``."""
 
     def on_validation_batch_end(
         self,
-        trainer: TrainerLike,
-        module: ModuleLike,
+        trainer: AnyTrainer,
+        module: AnyModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -178,27 +182,27 @@ class Callback:
     ) -> None:
         """After each ``validation_step``, with what it returned."""
 
-    def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first test loader; modules are in evaluation mode."""
 
-    def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After test; reduced values are in ``callback_metrics``."""
 
-    def on_test_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first test batch."""
 
-    def on_test_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(
-        self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``test_step``."""
 
     def on_test_batch_end(
         self,
-        trainer: TrainerLike,
-        module: ModuleLike,
+        trainer: AnyTrainer,
+        module: AnyModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -206,27 +210,27 @@ class Callback:
     ) -> None:
         """After each ``test_step``, with what it returned."""
 
-    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first predict loader; modules are in evaluation mode."""
 
-    def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After prediction."""
 
-    def on_predict_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """Before the first predict batch."""
 
-    def on_predict_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
         """After the last batch."""
 
     def on_predict_batch_start(
-        self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``predict_step``."""
 
     def on_predict_batch_end(
         self,
-        trainer: TrainerLike,
-        module: ModuleLike,
+        trainer: AnyTrainer,
+        module: AnyModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -234,16 +238,16 @@ class Callback:
     ) -> None:
         """After each ``predict_step``, with what it returned."""
 
-    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, module: AnyModule, exception: BaseException) -> None:
         """After an exception, which is then raised to the caller unchanged."""
 
-    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: AnyTrainer, module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Before the state is written; the hook may add keys."""
 
-    def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: AnyTrainer, module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
-    def on_checkpoint_committed(self, trainer: TrainerLike, module: ModuleLike, path: Location) -> None:
+    def on_checkpoint_committed(self, trainer: AnyTrainer, module: AnyModule, path: Location) -> None:
         """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
         ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
