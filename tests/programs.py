@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,15 @@ DIE_WITH_PARENT = 1  # of prctl
 
 
 class Programs:
-    """The server, as a child process of the tests."""
+    """The server, as a child process of the tests.
+
+    Attributes:
+        queued: seconds for which the last scripts were ready to run while other processes had the cores.
+    """
 
     def __init__(self, place: Path) -> None:
         self.place = place
+        self.queued = 0.0
         self.process = subprocess.Popen(
             [sys.executable, "-W", "error", __file__],
             stdin=subprocess.PIPE,
@@ -91,7 +97,7 @@ class Programs:
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        codes = json.loads(self.process.stdout.readline())
+        codes, self.queued = json.loads(self.process.stdout.readline())
         return [
             subprocess.CompletedProcess(argv, code, *(Path(path).read_text() for path in paths))
             for code, paths in zip(codes, streams, strict=True)
@@ -156,18 +162,34 @@ def become(command: dict[str, Any], rank: int) -> None:
     _leave()  # as a rank does: taking the interpreter to pieces costs 0.3 s after a fork
 
 
-def supervise(pids: list[int], timeout: float) -> list[int]:
-    """The exit code of each."""
-    deadline, codes = time.monotonic() + timeout, {}
+def supervise(pids: list[int], timeout: float) -> tuple[list[int], float]:
+    """The exit code of each, and for how many seconds they were ready to run but had no core."""
+    began = time.monotonic()
+    codes: dict[int, int] = {}
+    queued: dict[Path, int] = {}
+    looked = began
     while len(codes) < len(pids):
+        if time.monotonic() - looked > 0.05:
+            looked = time.monotonic()
+            for pid in set(pids) - codes.keys():
+                queued |= queue_times(pid)
         for pid in set(pids) - codes.keys():
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended:
                 codes[pid] = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > deadline:
+            elif time.monotonic() > began + timeout:
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
-    return [codes[pid] for pid in pids]
+    return [codes[pid] for pid in pids], sum(queued.values()) / 1e9
+
+
+def queue_times(pid: int) -> dict[Path, int]:
+    """The nanoseconds that each thread of a process has waited for a core, as Linux counts them."""
+    found = {}
+    for thread in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+        with suppress(OSError):  # it ended meanwhile
+            found[thread] = int(thread.read_text().split()[1])
+    return found
 
 
 if __name__ == "__main__":

@@ -152,14 +152,22 @@ def test_a_logger_that_blocks_for_ever_costs_no_step(tmp_path, capsys, method, r
 
 
 @pytest.mark.long
-def test_a_close_that_blocks_ends_within_ten_seconds(tmp_path, released):
+def test_a_close_that_blocks_ends_within_ten_seconds(tmp_path, released, monkeypatch):
+    """What the close takes is measured, and not the fit around it, which a busy machine draws out."""
+    took, close = [], delivery.Deliveries.close
+
+    def timed(*arguments, **options):
+        begun = time.monotonic()
+        close(*arguments, **options)
+        took.append(time.monotonic() - begun)
+
     def fault(name, count):
         if name == "finalize":
             released.wait()
 
-    begun = time.monotonic()
+    monkeypatch.setattr(delivery.Deliveries, "close", timed)
     fit(tmp_path, Faulty(fault), steps=2, checkpoints=False)
-    assert 9 < time.monotonic() - begun < 15
+    assert 9 < sum(took) < 15
 
 
 def test_a_logger_of_100_ms_a_call_does_not_slow_the_steps(tmp_path):
