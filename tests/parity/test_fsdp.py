@@ -27,6 +27,7 @@ def test_every_way_to_shard() -> None:
         {"sharding_strategy": "SHARD_GRAD_OP"},
         {"cpu_offload": True},
         {"activation_checkpointing_policy": True, "auto_wrap_policy": "_Block"},
+        {"activation_checkpointing_policy": True, "offload_activations": True},
         {"auto_wrap_policy": 100},
         {"auto_wrap_policy": lambda part: isinstance(part, nn.Linear)},
         {"ignored_modules": r"net\.first|net\.blocks\.0\.norm|left\.last"},

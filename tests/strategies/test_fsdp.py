@@ -21,7 +21,7 @@ from tests.parity.plain import Classifier, make_batches, make_net, sgd, train
 from trainer_kit.build import choose_strategy
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.strategies import FSDPStrategy
+from trainer_kit.strategies import FSDPStrategy, MeshStrategy
 from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow, total_norm
 from trainer_kit.strategies.launcher_options import fsdp_from_launcher
 from trainer_kit.strategies.rank_sync import InitialWeights
@@ -271,8 +271,11 @@ def test_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         "ignored_modules": "head.*",
     }
     assert units(Deep(), fsdp_from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"]) == {}
-    with pytest.raises(StrategyError, match="not offloaded"):
-        fsdp_from_launcher({"fsdp_activation_checkpointing_offload": "true"})
+    offloads = {"fsdp_activation_checkpointing_offload": "true"}
+    assert fsdp_from_launcher(offloads) == {"offload_activations": True}
+    for make in (FSDPStrategy, lambda **options: MeshStrategy(fsdp=options)):
+        with pytest.raises(StrategyError, match="only modules that recompute can offload"):
+            make(**fsdp_from_launcher(offloads))
 
 
 @pytest.mark.slow

@@ -7,11 +7,13 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 
 from tests.callbacks.fits import trainer
 from trainer_kit import ContextPlan, ParallelPlan, TrainModule
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.strategies import MegatronStrategy, MeshStrategy, SingleDeviceStrategy, XLAStrategy
+from trainer_kit.strategies.transforms import blocks
 
 
 class Block(nn.Module):
@@ -189,3 +191,25 @@ def test_on_two_ranks(strategy):
     for name, value in weights.items():
         a, b = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (ours[name], value))
         assert torch.equal(a, b), name
+
+
+def test_inputs_are_offloaded_until_backward(monkeypatch):
+    """What goes to the host is the input of each block, and gradients are the same bits."""
+    found = {}
+    for offload in (False, True):
+        packed = []
+
+        class Host(save_on_cpu):
+            def __init__(self, pin_memory, packed=packed):
+                super().__init__(pin_memory=pin_memory)
+                pack = self.pack_hook
+                self.pack_hook = lambda tensor: packed.append(tuple(tensor.shape)) or pack(tensor)
+
+        monkeypatch.setattr(blocks, "save_on_cpu", Host)
+        net = Net()
+        blocks.ActivationCheckpointing("Block", offload).apply(net)
+        torch.manual_seed(3)
+        net.training_step(BATCHES[0], 0).backward()
+        found[offload] = [parameter.grad for parameter in net.parameters()]
+        assert packed == ([(6, 8)] * 3 if offload else [])
+    assert all(map(torch.equal, found[False], found[True]))

@@ -375,6 +375,7 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: the classes of the FSDP units.
         min_num_params: the minimum size of a unit, for "size_based_wrap".
         activation_checkpointing: recompute the activations of the units in backward.
+        activation_checkpointing_offload: keep the inputs of these units in host memory until backward.
         backward_prefetch: accepted without effect.
         forward_prefetch: accepted without effect.
         limit_all_gathers: accepted without effect.
@@ -410,6 +411,7 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+    activation_checkpointing_offload: bool | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -443,6 +445,8 @@ class FullyShardedDataParallelPlugin:
             found["sharding_strategy"] = str(getattr(word, "name", word))
         if self.activation_checkpointing is not None:
             found["activation_checkpointing_policy"] = bool(self.activation_checkpointing)
+        if self.activation_checkpointing_offload is not None:
+            found["offload_activations"] = self.activation_checkpointing_offload
         if self.mixed_precision_policy is not None:
             found["mixed_precision"] = self.mixed_precision_policy
         if self.ignored_modules is not None:

@@ -21,6 +21,10 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
     ),
     "lomo_backward": ("LOMO optimizers are not supported", "accelerator.backward(loss), optimizer.step()"),
     "lr_scheduler_callable": ("a scheduler that is made by a function is prepared as it is", "call it"),
+    "offload_activations": (
+        "activations are offloaded where FSDP shards parameters",
+        "dp_shard_size=2 or more, or leave activation_checkpointing_offload out",
+    ),
     "safe_serialization": ("states are saved without pickle", None),
     "select": (
         "the Accelerator selects one of several DeepSpeed plugins",

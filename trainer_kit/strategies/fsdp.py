@@ -78,6 +78,7 @@ class FSDPStrategy(Strategy):
         auto_wrap_policy: the modules that are units of their own: classes, names, a number of parameters, or a
             callable; by default the blocks of each list or sequence that repeats a class.
         activation_checkpointing_policy: the modules that recompute their activations in backward; True: the units.
+        offload_activations: keep the inputs of the modules that recompute in host memory until backward.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         mixed_precision: torch's ``MixedPrecisionPolicy``; by default parameters are gathered in their stored dtype, and
             gradients reduced in the dtype of the precision.
@@ -102,6 +103,7 @@ class FSDPStrategy(Strategy):
         reshard_after_forward: bool | int | None = None,
         auto_wrap_policy: Policy = None,
         activation_checkpointing_policy: Policy = False,
+        offload_activations: bool = False,
         cpu_offload: bool = False,
         mixed_precision: MixedPrecisionPolicy | None = None,
         device_mesh: tuple[int, ...] | DeviceMesh | None = None,
@@ -113,6 +115,10 @@ class FSDPStrategy(Strategy):
         if word not in _RESHARDS:
             found, fix = repr(sharding_strategy), f"use {', '.join(_RESHARDS)}, or DDPStrategy, which shards nothing"
             raise StrategyError("unknown sharding strategy", found=found, fix=fix)
+        if offload_activations and activation_checkpointing_policy is False:
+            fix = "activation_checkpointing_policy=True, or the modules"
+            raise StrategyError("only modules that recompute can offload", found="offload_activations", fix=fix)
+        self._offloads = offload_activations
         self.device = torch.device(device)
         self.hybrid, self._mesh_shape = word.startswith("HYBRID"), device_mesh
         self._reshards = _RESHARDS[word] if reshard_after_forward is None else reshard_after_forward
@@ -208,7 +214,8 @@ class FSDPStrategy(Strategy):
     def _divide(self, module: nn.Module, precision: Precision, roots: Sequence[nn.Module]) -> None:
         weights, before = self.weights or InitialWeights(module, self.world), parameters_of(module)
         if self._recomputes is not False:
-            ActivationCheckpointing(self._policy if self._recomputes is True else self._recomputes).apply(module)
+            blocks = self._policy if self._recomputes is True else self._recomputes
+            ActivationCheckpointing(blocks, self._offloads).apply(module)
         self.shard(module, precision, roots)
         weights.hand_out(module, self.device, self.parameters_on)
         self._root = module if list(roots) == [module] else None

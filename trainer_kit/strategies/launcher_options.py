@@ -31,9 +31,6 @@ def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
     Args:
         given: the values that the launcher has, by key.
 
-    Raises:
-        StrategyError: for what FSDP2 has not.
-
     Example:
         >>> fsdp_from_launcher({"fsdp_reshard_after_forward": "SHARD_GRAD_OP", "fsdp_offload_params": "1"})
         {'cpu_offload': True, 'sharding_strategy': 'SHARD_GRAD_OP'}
@@ -52,8 +49,7 @@ def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
     elif reshards:
         found["reshard_after_forward"] = is_true(reshards)
     if is_true(given.get("fsdp_activation_checkpointing_offload")):
-        fix = "leave it out: activations are computed again (fsdp_activation_checkpointing)"
-        raise StrategyError("activations are not offloaded", found="fsdp_activation_checkpointing_offload", fix=fix)
+        found["offload_activations"] = True
     if is_true(given.get("fsdp_activation_checkpointing")):
         found["activation_checkpointing_policy"] = True
     if "fsdp_ignored_modules" in given:
@@ -83,6 +79,7 @@ def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None)
 
     Raises:
         ConfigurationError: a size that is no number.
+        StrategyError: activations are offloaded without FSDP.
 
     Example:
         >>> mesh_from_launcher({"parallelism_config_tp_size": "2"}, None)
@@ -98,6 +95,9 @@ def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None)
     if not active or (active == ["dp_replicate"] and fsdp is None):
         return {}
     more = dict(fsdp or {})
+    if active == ["tp"] and more.get("offload_activations"):
+        found_at = "fsdp_activation_checkpointing_offload, and parallelism_config with tp alone"
+        raise StrategyError("activations are offloaded where FSDP shards parameters", found=found_at)
     found: dict[str, Any] = dict(sizes)
     if "activation_checkpointing_policy" in more:
         found["activation_checkpointing_policy"] = more.pop("activation_checkpointing_policy")

@@ -79,7 +79,7 @@ class MeshStrategy(Strategy):
             ``"ZBVZeroBubble"``; all but the first two give each rank several stages.
         plan: how the module may be split, in place of its ``configure_parallel``.
         activation_checkpointing_policy: the modules that recompute activations in backward; True: repeated blocks.
-        fsdp: further options of `FSDPStrategy` for the data axes.
+        fsdp: further options of `FSDPStrategy` for the data axes, and its ``offload_activations``.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the timeout of a collective.
 
@@ -129,6 +129,10 @@ class MeshStrategy(Strategy):
         self.plan = plan
         self._recomputes = activation_checkpointing_policy
         self._fsdp = dict(fsdp or {})
+        self._offloads = bool(self._fsdp.pop("offload_activations", False))
+        if self._offloads and activation_checkpointing_policy is False:
+            fix = "activation_checkpointing_policy=True, or the modules"
+            raise StrategyError("only modules that recompute can offload", found="offload_activations", fix=fix)
         FSDPStrategy(self.device, **self._fsdp)  # raises for unknown options now
         check_timeout(timeout, "MeshStrategy")
         self.backend = process_group_backend
@@ -251,7 +255,7 @@ class MeshStrategy(Strategy):
             None if self.pipeline is None else PipelineParallel(self.pipeline, staged, precision),
             TensorParallel(plan, copies=self._raw_loop and self.losses.size > 1) if several["tp"] else None,
             ContextParallel.planned(module, plan) if (several["cp"] or context) and not self._raw_loop else None,
-            None if self._recomputes is False else ActivationCheckpointing(blocks),
+            None if self._recomputes is False else ActivationCheckpointing(blocks, self._offloads),
         )
         return tuple(transform for transform in ordered if transform is not None)
 

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import save_on_cpu
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -136,6 +137,7 @@ class ActivationCheckpointing(Transform):
 
     Args:
         policy: selects the modules, see `units`.
+        offload: keep the inputs of these modules, from which they are recomputed, in host memory until backward.
 
     Example:
         >>> import torch
@@ -146,15 +148,15 @@ class ActivationCheckpointing(Transform):
         ['0.weight', '0.bias', '1.weight', '1.bias']
     """
 
-    def __init__(self, policy: Policy = None) -> None:
-        self.policy = policy
+    def __init__(self, policy: Policy = None, offload: bool = False) -> None:
+        self.policy, self.offload = policy, offload
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
         """Change the modules in place; a second call changes nothing."""
         for part in units(module, self.policy).values():
             if not isinstance(part.__dict__.get("forward"), _Recomputed):
                 # Set on the instance, so that other instances of the class are not affected.
-                part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__)
+                part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__, self.offload)
 
     def undo(self, module: nn.Module) -> None:
         """Remove activation checkpointing from all parts of the module."""
@@ -170,11 +172,14 @@ class ActivationCheckpointing(Transform):
 class _Recomputed:
     """A forward that is recomputed in backward, so that its activations are not stored."""
 
-    def __init__(self, forward: Callable[..., Any], own: bool) -> None:
-        self.forward, self.own = forward, own
+    def __init__(self, forward: Callable[..., Any], own: bool, offload: bool) -> None:
+        self.forward, self.own, self.offload = forward, own, offload
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
+        if not self.offload:
+            return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
+        with save_on_cpu(pin_memory=torch.accelerator.is_available()):  # what the checkpoint saves: its inputs
+            return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
 
 
 @final
