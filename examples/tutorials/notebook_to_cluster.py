@@ -88,7 +88,7 @@ trainer = tk.Trainer(
 )
 trainer.fit(module, *loaders)
 (results,) = trainer.validate(module, loaders[1], verbose=False)
-trainer.print(f"{trainer.world_size} processes: loss {results['val_loss']:.6f}, accuracy {results['val_acc']:.4f}")
+trainer.print(f"world size {trainer.world_size}: loss {results['val_loss']:.6f}, accuracy {results['val_acc']:.4f}")
 trainer.print(f"curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]

@@ -82,7 +82,7 @@ def test_the_policy_learns_to_balance_the_pole(run: Run) -> None:
     assert sum(rewards[-3:]) / 3 > 3 * rewards[0]
 
 
-RESULT = re.compile(r"(\d) processes: loss ([\d.]+), accuracy ([\d.]+)")
+RESULT = re.compile(r"world size (\d): loss ([\d.]+), accuracy ([\d.]+)")
 CLUSTER = EXAMPLES / "tutorials" / "notebook_to_cluster.py"
 BARE = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
 

@@ -211,6 +211,13 @@ def test_explaining_runs_nothing():
     assert made.global_step == 20
 
 
+def test_what_is_not_known_before_a_module_is_divided_is_not_given_as_a_number():
+    """The state of an optimizer is that of the parameters of this rank."""
+    text = trainer(strategy=MeshStrategy(tp=2, dp_shard=1), devices=2).explain(Net())
+    assert "an unknown number of parameters" in text
+    assert "an unknown number of optimizer state" in text
+
+
 # -- format="svg" --------------------------------------------------------------------------------------------------
 
 

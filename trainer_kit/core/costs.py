@@ -104,7 +104,7 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
             )
             continue
         sizes = _SIZES.get(type(optimizer))
-        if sizes is None:
+        if sizes is None or costs.parameters is None:  # the tensors that this rank steps are not known either
             return None
         for group in optimizer.param_groups:
             like = [tensor for tensor in costs.stepped(group["params"]) if tensor.requires_grad]
