@@ -54,8 +54,8 @@ endif
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
 
-# Two at a time: many tests start two ranks of their own.
-WORKERS ?= 2
+# Three at a time on two cores: a quarter of the time tests wait, for ranks that start and end, and for limits.
+WORKERS ?= 3
 SHARED := -n $(WORKERS) --dist worksteal -o tmp_path_retention_policy=failed
 
 test: .venv/.stamp

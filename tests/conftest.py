@@ -207,7 +207,7 @@ _SLOW = (
     "training/test_no_reads.py",
     "training/test_ranks_that_differ.py",
     "training/test_signals.py",
-    "tuner/test_batch_size.py",
+    "tuner/",
 )
 # Left out of `make test` too: variants of what a quicker test shows in one case. `make test-all` runs them.
 _LONG = (
@@ -230,18 +230,33 @@ _LONG = (
 )
 
 
+_TESTS = Path(__file__).parent
+_LEFT_OUT = {"not slow": (*_LONG, *_SLOW), "not long": _LONG}
+"""By ``-m``: what is left out as a whole, and so need not be imported."""
+gc.disable()  # until all tests are found: the imports make millions of objects, and hardly any garbage
+
+
+def pytest_ignore_collect(collection_path, config):
+    left_out = _LEFT_OUT.get(config.option.markexpr)
+    if left_out is None or not collection_path.is_relative_to(_TESTS):
+        return None
+    path = collection_path.relative_to(_TESTS).as_posix()
+    asked = any(argument.partition("::")[0].endswith(path) for argument in config.args)
+    return True if path.startswith(left_out) and not asked else None
+
+
 def pytest_collection_finish():
     """No later collection looks at what the imports made: it would take 0.4 s each time."""
+    gc.enable()
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
-    tests = Path(__file__).parent
     for item in items:
-        if not item.path.is_relative_to(tests):
+        if not item.path.is_relative_to(_TESTS):
             continue
-        path = item.path.relative_to(tests).as_posix()
+        path = item.path.relative_to(_TESTS).as_posix()
         if path.startswith(_LONG):
             item.add_marker(pytest.mark.long)
         if path.startswith(_SLOW) or item.get_closest_marker("long") is not None:

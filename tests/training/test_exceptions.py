@@ -41,6 +41,7 @@ PLACES = [place for place in PLACES if place[1] != "on_exception"]
 PLACES_BY_KIND = [(*place, kind) for place in PLACES for kind in (Boom, StopIteration)]
 # Weights are asked for while a window is loaded, where Python itself turns a StopIteration into a RuntimeError.
 PLACES_BY_KIND.remove(("M", "loss_weight", StopIteration))
+SLOW = {Boom: (), StopIteration: pytest.mark.slow}  # `make test-quick` has every place, with one kind
 
 
 class Asks(Callback):
@@ -66,7 +67,9 @@ def notes(error):
     return [note for note in getattr(error, "__notes__", []) if "_step; batch" not in note]
 
 
-@pytest.mark.parametrize(("who", "hook", "kind"), PLACES_BY_KIND)
+@pytest.mark.parametrize(
+    ("who", "hook", "kind"), [pytest.param(*place, marks=SLOW[place[2]]) for place in PLACES_BY_KIND]
+)
 def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(make_cast, tmp_path, who, hook, kind):
     cast, logger = make_cast(), Recorder()
     if hook == "on_load_checkpoint":
