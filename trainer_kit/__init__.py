@@ -101,7 +101,7 @@ if TYPE_CHECKING:
     from trainer_kit.precision.optimizers import make_optimizer as optimizer
     from trainer_kit.trainer import Trainer
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "AORecipeKwargs",
     "Accelerator",
