@@ -191,6 +191,7 @@ def _forget_the_seed():
 # Files and folders whose tests are all slow: left out of `make test-quick`. Most start programs that import torch.
 _SLOW = (
     "accelerator/test_streams.py",  # nearly all on two or more ranks
+    "docs/test_docstrings.py",
     "docs/test_pages.py",
     "docs/test_readme.py",
     "faults/",
@@ -202,6 +203,7 @@ _SLOW = (
     "parity/test_out_of_memory.py",
     "test_architecture.py",  # part of `make check`
     "testing/test_leaks.py",
+    "testing/test_run_distributed.py",  # every test on several ranks runs by it
     "testing/test_world_size_mark.py",
     "test_public_names.py",
     "training/test_no_reads.py",
