@@ -26,8 +26,13 @@
     if (typeof value !== "number") return String(value);
     const size = Math.abs(value);
     if (Number.isInteger(value) && size < 1e7) return value.toLocaleString("en-US");
-    if (size !== 0 && (size < 1e-3 || size >= 1e7)) return value.toExponential(3).replace("e+", "e");
-    return String(Number(value.toPrecision(5)));
+    return size >= 1e5 ? scaled(value, 5) : size !== 0 && size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
+  };
+  /** 425,900,000 as 425.9 M. */
+  const scaled = (value, digits) => {
+    const power = Math.min(Math.floor(Math.log10(Math.abs(value)) / 3), 4);
+    if (!(Math.abs(value) < 1e15)) return value.toExponential(3).replace("e+", "e");
+    return `${Number((value / 1000 ** power).toPrecision(digits))} ${["", "k", "M", "G", "T"][power]}`;
   };
   const duration = (seconds) => {
     if (seconds < 1) return `${Math.max(0, seconds).toFixed(2)} s`;
@@ -108,12 +113,14 @@
     ["Progress, throughput and time", /^epoch$|per.?sec|throughput|steps per second|[_/]s$|(^|[_/])time|seconds|mfu|goodput|duration|tokens|samples/i],
     ["Memory and devices", /memory|(^|[_/ .])mem|vram|(^|[_/ .])(cpu|gpu|cuda|ram|rss)([_/ .]|$)|utili[sz]ation|temperature|power/i],
   ];
+  /** The name of a chart: `loss` for train_loss_step and val_loss; one chart for all parts of the time. */
+  const keyOf = (name) => (/(^|[_/])time\/[a-z]+$/.test(name) ? "time: the share of each part" : name.replace(SPLIT, "").replace(/_(step|epoch)$/i, ""));
   const groupOf = (name) => (GROUPS.find(([, pattern]) => pattern.test(name)) || ["Metrics"])[0];
   const charts = new Map();
   runs.forEach((run, at) => {
     for (const series of run.series || []) {
       // Of one run, training and validation stand in one chart; of several, each metric has its own.
-      const key = (!many && series.name.replace(SPLIT, "").replace(/[_/](step|epoch)$/i, "")) || series.name;
+      const key = (!many && keyOf(series.name)) || series.name;
       if (!charts.has(key)) charts.set(key, { key, group: groupOf(key), curves: [] });
       charts.get(key).curves.push({ run, at, series });
     }
@@ -123,6 +130,7 @@
 
   /* -- charts ------------------------------------------------------------------------------------------------------ */
   const MARKS = { restart: ["--warn", [6, 4]], exception: ["--bad", []], hang: ["--bad", []], killed: ["--bad", []], warning: ["--warn", null], checkpoint: ["--good", null] };
+  const SIGNS = { restart: "┆", exception: "│", hang: "│", killed: "│", warning: "▼", checkpoint: "▲" };
   const sync = uPlot.sync("report");
   let zooming = false;
   const drawn = new Set();
@@ -201,7 +209,7 @@
       series.push({ ...line, width: 1.6, points: smooth ? { show: false } : points });
     }
     const axis = { stroke: () => css("--soft"), grid: { stroke: () => css("--grid"), width: 1 }, ticks: { stroke: () => css("--grid"), width: 1, size: 4 }, font: "11px system-ui, sans-serif" };
-    const short = (value) => (value === null ? "" : Math.abs(value) >= 1e5 || (value !== 0 && Math.abs(value) < 1e-4) ? value.toExponential().replace("e+", "e") : String(Number(value.toPrecision(6))));
+    const short = (value) => (value === null ? "" : Math.abs(value) >= 1e5 ? scaled(value, 6) : value !== 0 && Math.abs(value) < 1e-4 ? value.toExponential() : String(Number(value.toPrecision(6))));
     const time = settings.x === "seconds";
     const options = {
       width: chart.box.clientWidth, height: chart.box.clientHeight, legend: { show: false }, series, padding: [8, 16, 0, 0],
@@ -255,7 +263,7 @@
     chart.hidden = new Set();
     const legend = el("div", { className: "legend" });
     for (const curve of chart.curves) {
-      const value = el("b", {}), swatch = el("span", { className: "swatch", style: `color: var(${colour(chart, curve)})` });
+      const value = el("b", {}, number(curve.series.last)), swatch = el("span", { className: "swatch", style: `color: var(${colour(chart, curve)})` });
       chart.values.set(curve, value);
       const facts = `lowest ${number(curve.series.low)} at step ${number(curve.series.lowStep)}, highest ${number(curve.series.high)} at step ${number(curve.series.highStep)}, ${number(curve.series.count)} values`;
       const bad = curve.series.bad ? el("span", { className: "bad" }, `${number(curve.series.bad)} not finite, first at step ${number(curve.series.firstBad)}`) : null;
@@ -310,6 +318,7 @@
     seen.observe(chart.box);
     sized.observe(chart.box);
   }
+  addEventListener("beforeprint", () => { for (const chart of ordered) if (!chart.plot || chart.stale) draw(chart); });
   place.addEventListener("mousedown", () => { view = true; });
   const again = () => {
     keep();
@@ -340,9 +349,11 @@
     axis.value = settings.x;
     const box = (name, text, title) => el("label", { title }, el("input", { type: "checkbox", id: name, checked: settings[name], onchange: (event) => { settings[name] = event.target.checked; again(); } }), text);
     const filter = el("input", { type: "search", placeholder: "filter curves", value: settings.filter, ariaLabel: "filter curves", oninput: (event) => { settings.filter = event.target.value; keep(); narrow(); } });
+    const present = Object.keys(MARKS).filter((kind) => runs.some((run) => (run.marks || []).some((mark) => mark.kind === kind)));
+    const signs = el("span", { className: "signs" }, ...present.map((kind) => el("span", many ? {} : { style: `color: var(${MARKS[kind][0]})` }, `${SIGNS[kind]} ${kind}`)));
     byId("tools").append(
       el("label", {}, "x", axis), el("label", {}, "smooth", smooth, output), box("log", "log scale", "a logarithmic vertical axis"),
-      box("marks", "marks", "restarts, checkpoints, warnings and the exception in the curves"), filter,
+      box("marks", "marks", "restarts, checkpoints, warnings and the exception in the curves"), signs, filter,
       el("button", { type: "button", onclick: reset, title: "drag over a chart to zoom; a double click shows everything again" }, "reset zoom"),
     );
     narrow();
@@ -350,7 +361,7 @@
 
   /* -- head and sections ------------------------------------------------------------------------------------------- */
   const fact = (name, value) => el("div", {}, el("span", {}, `${name} `), el("b", {}, value));
-  const badge = (run) => (run.status ? el("span", { className: `badge ${["finished", "failed", "hung", "killed", "running", "interrupted"].includes(run.status) ? run.status : ""}` }, run.status) : null);
+  const badge = (run) => (run.status ? el("span", { className: `badge ${["finished", "failed", "hung", "killed", "running", "interrupted", "exited"].includes(run.status) ? run.status : ""}` }, run.status) : null);
   const head = byId("head");
   const one = runs[0];
   if (one && !many) {
