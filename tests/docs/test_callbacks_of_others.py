@@ -11,8 +11,8 @@ from trainer_kit import callbacks
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "guide" / "callbacks.md").read_text(encoding="utf-8")
 SECTION = GUIDE.partition("## What others have")[2]
-# `__all__` of lightning.pytorch.callbacks 2.6.6, of composer.callbacks and composer.algorithms 0.32.1, and the subclasses
-# of TrainerCallback in transformers 5.23.0.
+# `__all__` of lightning.pytorch.callbacks 2.6.6, of composer.callbacks and composer.algorithms 0.32.1, and the
+# subclasses of TrainerCallback in transformers 5.23.0.
 LIGHTNING = """
     BackboneFinetuning BaseFinetuning BasePredictionWriter BatchSizeFinder Callback Checkpoint DeviceStatsMonitor
     EMAWeightAveraging EarlyStopping GradientAccumulationScheduler LambdaCallback LearningRateFinder LearningRateMonitor
@@ -24,8 +24,9 @@ COMPOSER = """
     LRMonitor LoadCheckpoint MLPerfCallback MemoryMonitor MemorySnapshot NaNMonitor OOMObserver OptimizerMonitor
     RuntimeEstimator SpeedMonitor SystemMetricsMonitor ThresholdStopper
     Alibi AugMix BlurPool ChannelsLast ColOut CutMix CutOut EMA Factorize GatedLinearUnits GhostBatchNorm
-    GradientClipping GyroDropout LabelSmoothing LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm MixUp ProgressiveResizing
-    RandAugment SAM SWA SelectiveBackprop SeqLengthWarmup SqueezeExcite StochasticDepth WeightStandardization
+    GradientClipping GyroDropout LabelSmoothing LayerFreezing LowPrecisionGroupNorm LowPrecisionLayerNorm MixUp
+    ProgressiveResizing RandAugment SAM SWA SelectiveBackprop SeqLengthWarmup SqueezeExcite StochasticDepth
+    WeightStandardization
 """
 TRANSFORMERS = """
     AzureMLCallback ClearMLCallback CodeCarbonCallback CometCallback DVCLiveCallback DagsHubCallback DefaultFlowCallback
