@@ -249,6 +249,10 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: int = 12,
     ) -> None:
         super().__init__()
+        if unfreeze_backbone_at_epoch < 0:
+            raise ConfigurationError(
+                "epochs count from 0", found=f"unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch}"
+            )
         self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn

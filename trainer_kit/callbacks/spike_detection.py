@@ -67,6 +67,10 @@ class SpikeDetection(Callback):
                 )
         if window < 1:
             raise ConfigurationError("a running mean has at least one step", found=f"window={window}")
+        if warmup < 0 or not rtol >= 0 or (atol is not None and not atol >= 0):
+            raise ConfigurationError(
+                "warmup, atol and rtol are 0 or more", found=f"warmup={warmup}, atol={atol}, rtol={rtol}"
+            )
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
         self.action = action
         self._begin()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import inspect
 import os
 import types
@@ -11,11 +12,12 @@ from datetime import timedelta
 from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["as_list", "check_fields", "check_timeout", "known_arguments", "positive", "word_of"]
+__all__ = ["as_list", "check_fields", "check_timeout", "known_arguments", "positive", "typed_arguments", "word_of"]
 
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
@@ -53,6 +55,55 @@ def check_fields(record: Any) -> None:
                 found=f"{one.name}={value!r}",
                 fix=f"{one.name} takes {one.type}",
             )
+
+
+def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+    """Return ``make``, an ``__init__``, that first compares its arguments with their annotations, as `check_fields`.
+
+    Only numbers, strings, functions and paths are compared. The constructor itself answers a word that it does not
+    know, and every other class.
+
+    Args:
+        owner: the name of the class, for the message.
+        make: the method.
+    """
+
+    @wraps(make)
+    def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+        kinds = _plain_hints(make)
+        try:
+            given = inspect.signature(make).bind(*args, **kwargs).arguments
+        except TypeError:  # Python's own error names the argument
+            given = {}
+        for name in given.keys() & kinds.keys():
+            if not _fits(given[name], kinds[name]):
+                raise ConfigurationError(
+                    f"{owner}({name}=) is of the wrong type",
+                    found=f"{name}={given[name]!r}",
+                    fix=f"{name} takes {inspect.signature(make).parameters[name].annotation}",
+                )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@cache
+def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        hints = get_type_hints(make)
+    except NameError:  # as in `_hints`
+        return {}
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    single = [one.name for one in inspect.signature(make).parameters.values() if one.kind not in several]
+    return {name: hints[name] for name in single if name in hints and _is_plain(hints[name])}
+
+
+def _is_plain(kind: Any) -> bool:
+    if get_origin(kind) in (Union, types.UnionType):
+        return all(map(_is_plain, get_args(kind)))
+    if kind in (int, float, bool, str, Path, types.NoneType):
+        return True
+    return get_origin(kind) in (collections.abc.Callable, os.PathLike)
 
 
 def check_timeout(timeout: Any, owner: str) -> None:

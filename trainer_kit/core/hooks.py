@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+from trainer_kit.core.arguments import typed_arguments
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.signatures import check_names
 from trainer_kit.core.tensors import move_to_device
@@ -63,6 +64,9 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_names(cls, Callback)
+        if cls.__module__.startswith("trainer_kit.") and "__init__" in vars(cls):
+            made: Any = cls
+            made.__init__ = typed_arguments(cls.__name__, made.__init__)
 
     @property
     def state_key(self) -> str:
