@@ -106,6 +106,16 @@ def test_the_loss_or_the_first_parameter_is_named(marks: dict[str, float], said:
         train(marked(), loader(samples(**marks)), callbacks=[NaNGuard()], log_every_n_steps=every, **RUN)
 
 
+def test_losses_of_shape_one_and_of_no_shape_are_looked_at_together() -> None:
+    class Shapes(Marked):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss.reshape(1) if batch_idx % 2 else loss
+
+    with pytest.raises(NonFiniteError, match=r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0"):
+        train(Shapes(make_net(), scheduled), loader(samples(s21=950.0)), log_every_n_steps=50, **RUN)
+
+
 def test_a_batch_that_holds_nan_itself_is_named() -> None:
     data = samples()
     data.tensors[0][9, 3] = float("nan")

@@ -218,7 +218,10 @@ class MicroBatches:
         seen, self.losses = self.losses, []
         if not seen:
             return None
-        values = torch.cat([loss.reshape(1) for loss, _, _ in seen])
+        try:
+            values = torch.stack([loss for loss, _, _ in seen]).reshape(-1)  # a third of the time of reshaping each
+        except RuntimeError:  # of shape () and (1,)
+            values = torch.cat([loss.reshape(1) for loss, _, _ in seen])
         finite = values.isfinite()
         if bool(finite.any() if self._scale is not None else finite.all()):  # sync point: where values are read anyway
             return None
