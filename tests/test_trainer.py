@@ -451,7 +451,7 @@ def test_an_empty_loader_is_an_error(make_empty, limit):
             assert self.epochs < 10, "it never ends"
 
     module = Net()
-    with pytest.raises(DataError, match="the training loader gave no batch"):
+    with pytest.raises(DataError, match="the training loader returned no batch"):
         fit(module, make_empty(), callbacks=[Patience()], **limit)
     assert module.counts["train"] == 0
 
@@ -482,9 +482,9 @@ def test_an_object_that_is_not_a_loader_is_refused(wrong):
 
 
 def test_missing_data_is_an_error_that_names_its_possible_sources():
-    with pytest.raises(DataError, match=r"(?s)nothing to train on.*train_dataloader"):
+    with pytest.raises(DataError, match=r"(?s)there is no training data.*train_dataloader"):
         make(max_epochs=1).fit(Net())
-    with pytest.raises(DataError, match=r"(?s)nothing to test on.*test_dataloader"):
+    with pytest.raises(DataError, match=r"(?s)there is no data for test.*test_dataloader"):
         make().test(Net())
 
 
@@ -693,7 +693,7 @@ def test_one_graph_serves_all_blocks_of_a_class():
     fit(plain)
     assert len(graphs) == 1
     assert torch.equal(weights(plain), weights(compiled))
-    with pytest.raises(StrategyError, match="no blocks to compile each by itself"):
+    with pytest.raises(StrategyError, match="no blocks to compile separately"):
         fit(Net(), compile={"regional": True})
 
 
@@ -962,7 +962,7 @@ def test_last_is_refused_where_only_weights_exist(tmp_path):
         make(max_steps=steps, callbacks=[keeper], default_root_dir=tmp_path).fit(Net(), loader(4), **options)
 
     fit(2)
-    with pytest.raises(CheckpointError, match="holds weights, not a run"):
+    with pytest.raises(CheckpointError, match="holds only weights, and cannot be resumed"):
         fit(3, ckpt_path="last")
 
 
@@ -1252,7 +1252,7 @@ def test_a_verb_inside_a_verb_is_refused():
     ("options", "said"),
     [
         ({"profiler": "simpel"}, r"(?s)profiler.*did you mean 'simple'"),
-        ({"resume": "latest"}, r"(?s)resume is \"auto\" or None.*found: resume='latest'.*ckpt_path"),
+        ({"resume": "latest"}, r"(?s)resume must be \"auto\" or None.*found: resume='latest'.*ckpt_path"),
         ({"resume": "Auto"}, "did you mean 'auto'"),
         ({"resume": True}, "found: resume=True"),
         ({"reload_dataloaders_every_n_epochs": True}, "reload_dataloaders_every_n_epochs=True"),
@@ -1304,7 +1304,7 @@ def test_two_precisions_are_refused():
 
 
 def test_a_plain_module_is_refused_with_a_fix():
-    with pytest.raises(ConfigurationError, match=r"(?s)no TrainModule.*Linear.*subclass"):
+    with pytest.raises(ConfigurationError, match=r"(?s)not a TrainModule.*Linear.*subclass"):
         make().fit(nn.Linear(2, 1), loader())
 
 

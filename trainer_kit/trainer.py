@@ -286,7 +286,7 @@ class Trainer(Session):
         """
         if weights_only:
             raise ConfigurationError(
-                "weights_only= is about unpickling, and a checkpoint is never unpickled",
+                "weights_only= configures unpickling, and checkpoints of this library are never unpickled",
                 found=f"weights_only={weights_only!r}",
                 fix="load_weights_only=True takes only the weights from ckpt_path; otherwise leave it out",
             )
@@ -451,13 +451,13 @@ class Trainer(Session):
 def _refuse(resume: Any, reload_every: Any) -> None:
     if resume not in (None, "auto"):
         raise ConfigurationError(
-            'resume is "auto" or None',
+            'resume must be "auto" or None',
             found=f"resume={resume!r}",
-            fix=f"{did_you_mean(str(resume), ['auto'])}; a checkpoint is given to fit(ckpt_path=...)",
+            fix=f"{did_you_mean(str(resume), ['auto'])}; pass a checkpoint to fit(ckpt_path=...)",
         )
     if isinstance(reload_every, bool) or not isinstance(reload_every, int) or reload_every < 0:
         raise ConfigurationError(
-            "loaders are made again after a whole number of epochs",
+            "loaders are reloaded after a whole number of epochs",
             found=f"reload_dataloaders_every_n_epochs={reload_every!r}",
             fix="1 for each epoch, 0 for once a fit",
         )

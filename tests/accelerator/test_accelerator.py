@@ -136,9 +136,9 @@ def test_a_mixture_of_weights_is_refused():
     model = accelerator.prepare(net())
     with accelerator.accumulate(model):
         accelerator.backward(model(X).sum(), weight=22)
-        with pytest.raises(ConfigurationError, match="this one is not"):
+        with pytest.raises(ConfigurationError, match="this loss has no weight"):
             accelerator.backward(model(X).mean())
-        with pytest.raises(ConfigurationError, match="weigh differently"):
+        with pytest.raises(ConfigurationError, match="have different weights"):
             accelerator.backward(model(X).sum(), weight=3)
 
 

@@ -99,7 +99,7 @@ def check_hooks_of_ddp() -> None:
 
 def check_debug_mode(rank: int) -> None:
     def differ() -> None:
-        with pytest.raises(RankError, match="do not make the same call"):
+        with pytest.raises(RankError, match="make different calls"):
             tk.reduce(torch.ones(1)) if rank else tk.gather(torch.ones(1))
 
     accelerator = Accelerator(cpu=True)
@@ -244,7 +244,7 @@ def test_a_notebook_starts_its_processes_again(tmp_path: Path) -> None:
     file.unlink()
     with pytest.warns(UserWarning, match="restart 1 of 1"), pytest.raises(ValueError, match="try 1"):
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=1)
-    with pytest.raises(ConfigurationError, match="0 times or more"):
+    with pytest.raises(ConfigurationError, match="0 or more"):
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=-1)
     with pytest.raises(TypeError, match="unexpected argument 'max_restart'"):
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restart=1)

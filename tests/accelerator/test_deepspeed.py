@@ -238,7 +238,7 @@ def gives_a_reason(accelerator: tk.Accelerator) -> None:
     with pytest.raises(StrategyError, match="none of this optimizer's parameters"):
         accelerator.prepare(optimizer(net))
     model = accelerator.prepare(net)
-    with pytest.raises(StrategyError, match="made when model and optimizer are known"):
+    with pytest.raises(StrategyError, match="created when model and optimizer are prepared"):
         accelerator.backward(model(SAMPLES.tensors[0]).sum())
     with pytest.raises(StrategyError, match="DeepSpeed trains one model"):
         accelerator.prepare(make_net())

@@ -101,7 +101,7 @@ def check_a_mix_of_whole_and_divided() -> None:
     plugin = tk.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", ignored_modules="0")
     accelerator = made(fsdp_plugin=plugin)
     with (
-        pytest.raises(ConfigurationError, match="a step needs every process"),
+        pytest.raises(ConfigurationError, match="every step needs all processes"),
         accelerator.join_uneven_inputs([], even_batches=False),
     ):
         pass

@@ -287,7 +287,7 @@ def test_a_position_is_counted_in_samples(tmp_path, size, batch):
     for other in (1, 2, 5):
         accelerator, loader = made(other)
         if size * batch % other and size * batch < 10:
-            with pytest.raises(CheckpointError, match=f"{size * batch} samples are no whole number of batches"):
+            with pytest.raises(CheckpointError, match=f"{size * batch} samples are not a whole number of batches"):
                 accelerator.load_state(tmp_path / "state")
             continue
         accelerator.load_state(tmp_path / "state")

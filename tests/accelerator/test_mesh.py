@@ -218,7 +218,7 @@ def what_is_refused() -> None:
         made(**axes(forgotten, tp=2)).prepare(make_language())
     staged = made(**axes(pp=2))
     assert "parallelism_config_pp_size" in staged.explain()
-    with pytest.raises(StrategyError, match=r"no whole steps(.|\n)*pp=2(.|\n)*use pp=1"):
+    with pytest.raises(StrategyError, match=r"need whole steps(.|\n)*pp=2(.|\n)*use pp=1"):
         staged.prepare(make_language())
 
 

@@ -137,7 +137,7 @@ def test_a_setter_refuses_an_invalid_value_and_keeps_the_old_one(name, value, wo
 
 def test_a_backend_that_torch_compile_does_not_know():
     accelerator = tk.Accelerator(cpu=True, dynamo_backend="inductr")
-    with pytest.raises(ConfigurationError, match=r"(?s)torch.compile refuses these options.*inductr"):
+    with pytest.raises(ConfigurationError, match=r"(?s)torch.compile rejects these options.*inductr"):
         accelerator.prepare(torch.nn.Linear(2, 2))
 
 

@@ -335,7 +335,7 @@ def test_each_block_is_compiled_separately():
     assert model is own
     assert model[0]._compiled_call_impl is not None
     assert model._compiled_call_impl is None
-    with pytest.raises(StrategyError, match="no blocks to compile each by itself"):
+    with pytest.raises(StrategyError, match="no blocks to compile separately"):
         accelerator.prepare(nn.Linear(2, 1))
 
 

@@ -1,4 +1,4 @@
-"""Processes that bring different tensors to a collective: an error in words on each of them, and no process ends."""
+"""Processes that pass different tensors to a collective: an error in words on each of them, and no process ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_different_tensors_are_an_error_on_every_process():
     rank = accelerator.process_index
     for name, call in calls(accelerator).items():
         for what, mine in different(rank).items():
-            with pytest.raises(RankError, match="bring different tensors to") as found:
+            with pytest.raises(RankError, match="pass different tensors to") as found:
                 call(mine)
             assert "process 0: " in str(found.value), (name, what)
             assert "process 1: " in str(found.value), (name, what)
@@ -61,13 +61,13 @@ def test_another_call_is_an_error_too():
     accelerator = tk.Accelerator(cpu=True)
     rank = accelerator.process_index
     for pair in (("gather", "reduce"), ("reduce", "gather_for_metrics"), ("tk.gather", "tk.broadcast")):
-        with pytest.raises(RankError, match="bring different tensors"):
+        with pytest.raises(RankError, match="pass different tensors"):
             calls(accelerator)[pair[rank]](torch.ones(2))
-    with pytest.raises(RankError, match="bring different tensors"):
+    with pytest.raises(RankError, match="pass different tensors"):
         accelerator.reduce(torch.ones(2), ("sum", "mean")[rank])
-    with pytest.raises(RankError, match="bring different tensors"):
+    with pytest.raises(RankError, match="pass different tensors"):
         accelerator.gather_for_metrics(torch.ones(2) if rank else ["a", "b"])
-    with pytest.raises(RankError, match="bring different tensors"):
+    with pytest.raises(RankError, match="pass different tensors"):
         accelerator.pad_across_processes(torch.ones((2,) * (1 + rank)))
 
 

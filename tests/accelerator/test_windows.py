@@ -249,10 +249,10 @@ def test_weights_without_a_context():
     assert_close(weights(one), plain(groups_of(4), clip=0.5))
     assert_close(weights(two), plain(groups_of(4)))
     accelerator.backward(one(X[:3]).sum(), weight=3)
-    with pytest.raises(ConfigurationError, match="weigh differently") as problem:
+    with pytest.raises(ConfigurationError, match="have different weights") as problem:
         accelerator.backward(one(X[:4]).sum(), weight=4)
     assert "accumulate" in str(problem.value.fix)
-    with pytest.raises(ConfigurationError, match="this one is not"):
+    with pytest.raises(ConfigurationError, match="this loss has no weight"):
         accelerator.backward(one(X[:4]).mean())
 
 

@@ -138,7 +138,7 @@ def test_not_in_the_sanity_check_nor_in_validate_nor_in_a_fast_run():
 
 def test_a_value_that_is_never_logged():
     with pytest.raises(
-        ConfigurationError, match=r"watches 'val_los'(.|\n)*logged so far: val_loss(.|\n)*mean 'val_loss'"
+        ConfigurationError, match=r"monitors 'val_los'(.|\n)*logged so far: val_loss(.|\n)*mean 'val_loss'"
     ):
         fit(EarlyStopping("val_los"), val=each("val_loss", 1.0))
     with pytest.raises(ConfigurationError, match="logged so far: nothing"):

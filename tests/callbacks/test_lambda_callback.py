@@ -217,8 +217,8 @@ def test_bad_events_and_intervals():
         FunctionCallback("train_batch_end", hear)
     with pytest.raises(DurationError, match="needs a unit"):
         FunctionCallback("validation_end", hear, every=10)
-    with pytest.raises(ConfigurationError, match="longer than nothing"):
+    with pytest.raises(ConfigurationError, match="longer than zero"):
         FunctionCallback("train_start", hear, every="0ep")
-    with pytest.raises(ConfigurationError, match="comes once"):
+    with pytest.raises(ConfigurationError, match="is called once"):
         FunctionCallback("fit_start", hear, every="1ep")
     assert math.isinf(FunctionCallback("train_start", hear, every="1ep")._next)

@@ -143,7 +143,7 @@ def test_the_time_limit_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "time limit" in str(preemption.reason)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.delenv("SLURM_JOB_END_TIME")
-    with pytest.raises(ConfigurationError, match="does not say when the job ends"):
+    with pytest.raises(ConfigurationError, match="does not provide the end time"):
         Preemption("slurm")
 
 
@@ -193,5 +193,7 @@ def test_several_ranks_say_that_nothing_is_saved(tmp_path: Path) -> None:
     trainer = fits.trainer(OnExceptionCheckpoint(tmp_path), At(2, fail), devices=2, max_epochs=1)
     with pytest.raises(KeyError, match="wrong"):
         trainer.fit(Classifier(make_net(), sgd), make_batches(8))
-    assert any("no checkpoint of this exception" in line for line in trainer.printed) == trainer.is_global_zero
+    assert (
+        any("no checkpoint is saved for this exception" in line for line in trainer.printed) == trainer.is_global_zero
+    )
     assert list(tmp_path.glob("on_exception*")) == []

@@ -294,7 +294,7 @@ def test_by_epochs_with_a_validation_every_second_one(where):
 
 @pytest.mark.parametrize("options", [{}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}])
 def test_a_value_that_is_never_logged(options):
-    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint watches 'val_los'(.|\n)*did you mean 'val_loss'"):
+    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint monitors 'val_los'(.|\n)*did you mean 'val_loss'"):
         fit(ModelCheckpoint(monitor="val_los", **options), val=each("val_loss", 1.0))
 
 
@@ -640,7 +640,7 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
 
 def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
     with pytest.raises(
-        ConfigurationError, match=r"two callbacks keep their state(.|\n)*another monitor=, mode=, filename="
+        ConfigurationError, match=r"two callbacks have the same state(.|\n)*another monitor=, mode=, filename="
     ):
         trainer(ModelCheckpoint("a"), ModelCheckpoint("b"))
 

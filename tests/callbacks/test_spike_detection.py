@@ -139,7 +139,9 @@ def test_a_replayed_step_changes_nothing(k: int) -> None:
 @pytest.mark.parametrize("at", [3, 4])
 def test_a_wrong_result_is_an_error_before_the_step(at: int) -> None:
     module = Corrupt(at)
-    with pytest.raises(TrainerKitError, match=r"(?s)step 3 gave other results.*on rank 0\n.*cpu: the loss and 4 grad"):
+    with pytest.raises(
+        TrainerKitError, match=r"(?s)step 3 gave different results.*on rank 0\n.*cpu: the loss and 4 grad"
+    ):
         train(module, make_batches(6), callbacks=[ReplayCheck(every=3)], **RUN)
     plain = Corrupt()
     train(plain, make_batches(2))
@@ -166,7 +168,7 @@ class Rows(tk.TrainModule):
 def test_the_sign_of_a_zero_counts_and_sparse_gradients_are_compared(by: float, sparse: bool) -> None:
     batches, options = [torch.tensor([1, 5, 5])] * 4, {**RUN, "callbacks": [ReplayCheck(every=2)]}
     train(Rows(sparse=sparse), batches, **options)
-    with pytest.raises(TrainerKitError, match="step 2 gave other results when it ran again on rank 0"):
+    with pytest.raises(TrainerKitError, match="step 2 gave different results when it was repeated on rank 0"):
         train(Rows(3, by, sparse), batches, **options)
 
 
@@ -178,9 +180,9 @@ def test_the_rank_is_named() -> None:
     train(plain, make_batches(8), **options)
     train(module, make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
     torch.testing.assert_close(module.state_dict(), plain.state_dict())
-    with pytest.raises(TrainerKitError, match=r"step 2 gave other results when it ran again on rank 1\n"):
+    with pytest.raises(TrainerKitError, match=r"step 2 gave different results when it was repeated on rank 1\n"):
         train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
-    with pytest.raises(TrainerKitError, match=r"step 2 gave other results"):
+    with pytest.raises(TrainerKitError, match=r"step 2 gave different results"):
         train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **{**options, "strategy": "fsdp"})
     with pytest.raises(TrainerKitError, match=r"at step 3\n"):
         train(Spiking(2, rank=1), make_batches(16), callbacks=[SpikeDetection()], **options)

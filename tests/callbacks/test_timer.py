@@ -62,15 +62,15 @@ def test_it_stops_at_the_first_step_after_its_time(clock):
 def test_it_requests_the_stop_at_each_step_and_prints_it_once(clock):
     made = timed(clock, Timer("1s"), seconds=2, min_steps=3)
     assert (len(made.stops), made.global_step) == (3, 3)
-    assert [line for line in made.printed if "time is up" in line] == [
-        "time is up: training took 0:00:02 of 0:00:01",
+    assert [line for line in made.printed if "time limit reached" in line] == [
+        "time limit reached: training took 0:00:02 of 0:00:01",
     ]
 
 
 def test_by_epochs(clock):
     made = timed(clock, Timer("10s", interval="epoch", verbose=False), seconds=20, batches=2, max_epochs=3)
     assert (len(made.stops), made.global_step) == (1, 2)
-    assert not any("time is up" in line for line in made.printed)
+    assert not any("time limit reached" in line for line in made.printed)
 
 
 def test_time_before_a_restart_counts(clock, tmp_path):

@@ -375,7 +375,7 @@ def test_arguments() -> None:
         train(Norms(), StochasticWeightAveraging([0.1, 0.2]), **quiet)
     with pytest.raises(ConfigurationError, match="a fraction of an unknown number of epochs"):
         train(Norms(), StochasticWeightAveraging(0.1), max_epochs=-1, max_steps=2, **quiet)
-    with pytest.raises(ConfigurationError, match="in one way"):
+    with pytest.raises(ConfigurationError, match="only one averaging function"):
         WeightAveraging(avg_fn=get_ema_avg_fn(), multi_avg_fn=get_ema_multi_avg_fn())
     with pytest.raises(ConfigurationError, match=r"decay=1\.5"):
         EMAWeightAveraging(decay=1.5)

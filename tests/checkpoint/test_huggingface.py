@@ -95,10 +95,10 @@ def one_more(content):
     ("change", "reason"),
     [
         (elsewhere, "not one of this directory"),
-        (missing, "it is not there"),
-        (wrong_file, "names it here, and it is not here"),
+        (missing, "does not exist"),
+        (wrong_file, "lists it, but it does not exist"),
         (no_map, "no index of weights"),
-        (one_more, "names it here, and it is not here"),
+        (one_more, "lists it, but it does not exist"),
     ],
 )
 def test_an_index_that_does_not_match_its_files_is_refused(sharded, tmp_path, change, reason):

@@ -170,7 +170,7 @@ def test_checkpoints_with_only_weights_and_with_user_entries_are_imported(tmp_pa
     assert back.hparams.width == 4
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in back.state_dict().items())
     assert read_checkpoint(path)["vocabulary"] == ["a", "b"]
-    with pytest.raises(CheckpointError, match=r"(?s)holds weights, not a run.*load_weights_only=True"):
+    with pytest.raises(CheckpointError, match=r"(?s)holds only weights, and cannot be resumed.*load_weights_only=True"):
         trainer().fit(Net(width=4), loader(), ckpt_path=path)
 
 
@@ -314,7 +314,7 @@ def test_paths_of_files_name_the_directory(kept, tmp_path):
 def test_a_fit_from_a_lightning_file_explains_how_to_import_it(tmp_path):
     lightning_file(tmp_path / "last.ckpt", "after fit", 6)
     fix = rf'trainer-kit checkpoint import {tmp_path}/last\.ckpt, and ckpt_path="{tmp_path}/last"'
-    with pytest.raises(CheckpointError, match=rf"(?s)a run resumes from a checkpoint directory.*{fix}"):
+    with pytest.raises(CheckpointError, match=rf"(?s)pass a checkpoint directory.*{fix}"):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "last.ckpt")
     start = Net.load_from_checkpoint(tmp_path / "last.ckpt")
     module = Net()

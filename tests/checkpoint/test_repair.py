@@ -29,7 +29,7 @@ DAMAGES = {
     "no manifest": lambda path: (path / "manifest.json").unlink(),
     "no tensors": lambda path: (path / "model.safetensors").unlink(),
     "cut short": lambda path: os.truncate(path / "model.safetensors", 100),
-    "a foreign file": lambda path: (path / "notes.txt").write_text("mine"),
+    "an unexpected file": lambda path: (path / "notes.txt").write_text("mine"),
 }
 
 

@@ -403,9 +403,9 @@ def test_mpi_needs_no_options() -> None:
         (["--cpu", "--monitor_interval", "0", "raw.py"], "is a number of seconds above 0"),
         (["--cpu", "--env", "A", "raw.py"], "a variable is NAME=TEXT"),
         (["--cpu", "--rdzv_conf", "is_host=1", "raw.py"], "not by torch's rendezvous"),
-        (["--cpu", "--use_parallelism_config", "raw.py"], "a parallelism_config is one with an axis above 1"),
-        (["--multi_gpu", "--use_deepspeed", "raw.py"], "there is no accelerator on this machine"),
-        (["--cpu", "--multi_gpu", "raw.py"], "one kind of run at a time"),
+        (["--cpu", "--use_parallelism_config", "raw.py"], "a parallelism_config needs an axis above 1"),
+        (["--multi_gpu", "--use_deepspeed", "raw.py"], "this machine has no accelerator"),
+        (["--cpu", "--multi_gpu", "raw.py"], "only one kind of run can be chosen"),
         (
             ["--config_file", "bad.yaml", "raw.py"],
             "bad.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",

@@ -232,7 +232,7 @@ pl.Trainer.from_argparse_args(args)
             last = int(number)
         elif colon:
             lines[last] += f" | {line}"
-    assert "cannot take what it is called with | fix: leave optimizer_idx out" in lines.pop(9)
+    assert "has the wrong parameters | fix: leave optimizer_idx out" in lines.pop(9)
     assert "fix: define on_validation_epoch_end (it takes no outputs" in lines.pop(10)
     assert "fix: define on_train_epoch_end" in lines.pop(11)
     assert "nothing defines self.on_anything_else" in lines.pop(12)

@@ -357,7 +357,7 @@ def test_what_prepare_returns_is_recognised() -> None:
     assert not isinstance(loader, script_names.DataLoaderDispatcher)
     assert not isinstance(DataLoader(DATA), script_names.DataLoaderShard)
     assert isinstance(tk.skip_first_batches(loader, 1), script_names.SkipDataLoader)
-    with pytest.raises(ConfigurationError, match="a DataLoaderShard is what prepare makes"):
+    with pytest.raises(ConfigurationError, match="a DataLoaderShard is created by prepare"):
         script_names.DataLoaderShard(DATA)
 
 

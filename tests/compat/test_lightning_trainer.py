@@ -659,7 +659,7 @@ def test_a_guard_cannot_go_back_to_other_loaders():
     trainer = tk.Trainer(
         **QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=2, callbacks=[tk.callbacks.NaNGuard()]
     )
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)NaNGuard cannot go back.*loaders that change"):
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)NaNGuard cannot undo.*loaders that change"):
         trainer.fit(Reloads())
 
 

@@ -198,7 +198,7 @@ def test_devices_equal_the_ones_torch_reports(monkeypatch: pytest.MonkeyPatch, k
     assert count_devices("auto") == count_devices(-1) == count_devices("-1") == 4
     assert count_devices("2") == count_devices(2) == count_devices([1, 3]) == 2
     for wrong in (5, [0, 4], "9,"):
-        with pytest.raises(StrategyError, match="more devices were asked for"):
+        with pytest.raises(StrategyError, match="more devices are requested"):
             count_devices(wrong)
     with pytest.raises(StrategyError, match="more processes than devices"):
         pick_device("auto", 4)
@@ -222,7 +222,7 @@ def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StrategyError, match="no accelerator") as caught:
         pick_device("gpu")
     assert caught.value.fix == 'use accelerator="auto" or "cpu"'
-    with pytest.raises(StrategyError, match="one by one") as caught:
+    with pytest.raises(StrategyError, match="single CPU cores") as caught:
         list_devices([0, 2], "cpu")
     assert caught.value.fix == "use devices=2"
 

@@ -174,7 +174,7 @@ def test_start_reads_through_loaders_of_unknown_length(mode: Mode) -> None:
     whole = [plain(batch) for batch in feed.epoch(0)]
     for start in range(1, len(whole)):
         if mode in ("min_size", "max_size"):
-            with pytest.warns(UserWarning, match="read and thrown away"):
+            with pytest.warns(UserWarning, match="read and discarded"):
                 assert [plain(batch) for batch in feed.epoch(0, start)] == whole[start:]
         else:
             assert [plain(batch) for batch in feed.epoch(0, start)] == whole[start:]

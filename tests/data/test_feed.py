@@ -213,7 +213,7 @@ def test_a_distributed_sampler_is_obeyed_and_gets_the_epoch() -> None:
 
 def test_a_distributed_sampler_for_other_ranks_is_refused() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(range(10), num_replicas=4, rank=3)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="divides the data otherwise") as caught:
+    with pytest.raises(DataError, match="divides the data in another way") as caught:
         Feed(DataLoader(range(10), sampler=sampler), rank=1, size=2)
     assert "num_replicas=4, rank=3 on data rank 1 of 2" in str(caught.value)
 

@@ -281,7 +281,7 @@ def test_a_stream_divided_by_each_rank_needs_the_same_number_of_ranks() -> None:
     feed = Feed(Rewinding(9), shard=False, size=2)
     next(feed.epoch(0))
     state = saved(feed.loader_state.state_dict(0, 1))
-    with pytest.raises(CheckpointError, match=r"(?s)each rank read its own Rewinding.*as many ranks"):
+    with pytest.raises(CheckpointError, match=r"(?s)each rank read its own Rewinding.*the same number of ranks"):
         Feed(Rewinding(9), shard=False).loader_state.load_state_dict([state, state], 0)
     again = Feed(Rewinding(9), shard=False, size=2)
     again.loader_state.load_state_dict([state, state], 0)
@@ -376,7 +376,7 @@ def test_an_iterator_resumes_over_epochs_by_reading_to_its_position() -> None:
     again = Feed(iter(torch.tensor(whole).flatten()))
     again.loader_state.load_state_dict([state], 0)
     before = torch.get_rng_state()
-    with pytest.warns(UserWarning, match="to start at batch 4, 4 batches were read and thrown away"):
+    with pytest.warns(UserWarning, match="to start at batch 4, 4 batches were read and discarded"):
         assert [batch.item() for batch in again.epoch(1, 1)] == whole[1][1:]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -402,7 +402,7 @@ def test_a_stream_that_is_read_again_draws_its_order_as_it_did() -> None:
         again = Reader(lambda: DataLoader(Drawing(), batch_size=2))
         again.feed.loader_state.load_state_dict([state], 0)
         restore_rng(rng)
-        with pytest.warns(UserWarning, match=f"to start at batch {at}, {at} batches were read and thrown away"):
+        with pytest.warns(UserWarning, match=f"to start at batch {at}, {at} batches were read and discarded"):
             found = [row for row, _ in again.epoch(epoch, at)]
         assert found == rows[6 * epoch + at : 6 * epoch + 6]
 
@@ -436,7 +436,7 @@ class Slow:
 
 @pytest.mark.slow
 def test_reading_for_long_shows_a_bar_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match=r"10 batches were read and thrown away in 2\.\d s\. With state_dict\(\)"):
+    with pytest.warns(UserWarning, match=r"10 batches were read and discarded in 2\.\d s\. With state_dict\(\)"):
         assert next(Feed(Slow()).epoch(0, 10)) == 10
     assert "reading up to where it was" in capsys.readouterr().err
     assert next(Feed(Slow(), rank=1, size=2, shard=False).epoch(0, 9)) == 9

@@ -104,7 +104,7 @@ def test_limits(length: int | None, limit: float | None, left: int | None) -> No
         (10, -1, "limit_val_batches is a number of batches"),
         (10, True, "limit_val_batches is a number of batches"),
         (10, "5", "limit_val_batches is a number of batches"),
-        (3, 0.1, "limit_val_batches leaves no batch"),
+        (3, 0.1, "limit_val_batches selects no batch"),
     ],
 )
 def test_limits_that_are_refused(length: int | None, limit: Any, problem: str) -> None:

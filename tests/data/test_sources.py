@@ -56,7 +56,7 @@ class TestStreams:
 
     def test_start_reads_and_throws_away_with_a_warning(self) -> None:
         feed = Feed(DataLoader(Numbers(), batch_size=2), rank=0, size=2)
-        with pytest.warns(UserWarning, match="2 batches were read and thrown away in"):
+        with pytest.warns(UserWarning, match="2 batches were read and discarded in"):
             assert plain(feed.epoch(0, start=1)) == [[4, 5]]
 
     def test_a_generator_can_be_read_once(self) -> None:

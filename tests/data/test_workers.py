@@ -117,11 +117,11 @@ def test_a_worker_that_hangs_after_its_fork_is_forked_again(tmp_path: Path) -> N
     done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
     assert done.stderr == ""
     held, of_the_lock, of_a_hook, at_last, begun, left = json.loads(done.stdout)
-    again = "a loader's worker did not begin"
+    again = "a worker of the loader did not start"
     mended = sys.version_info >= ((3, 11, 10) if sys.version_info >= (3, 11) else (3, 10, 15))
     assert of_the_lock == ([again] if held and not mended else [])
     assert of_a_hook == [again] * 2
-    assert (at_last, begun, left) == ("a loader's worker does not begin", 0, [])
+    assert (at_last, begun, left) == ("a worker of the loader does not start", 0, [])
 
 
 def test_a_context_without_fork_is_kept() -> None:

@@ -128,9 +128,9 @@ def test_moving_casting_and_loading_are_answered_in_words(tmp_path: Path) -> Non
         model.blocks[0].norm.double,
         lambda: tk.Accelerator(cpu=True).prepare(model),
     ):
-        with pytest.raises(StrategyError, match=r"spread over devices is not moved or cast.*\n.*on disk"):
+        with pytest.raises(StrategyError, match=r"dispatched model cannot be moved or cast.*\n.*on disk"):
             act()
-    with pytest.raises(StrategyError, match="load_state_dict cannot reach weights that are on disk"):
+    with pytest.raises(StrategyError, match="load_state_dict cannot change weights that are offloaded to disk"):
         model.load_state_dict(state)
 
 
@@ -142,9 +142,9 @@ def test_errors_before_anything_is_moved(tmp_path: Path) -> None:
         tk.dispatch_model(model, {key: value for key, value in MIXED.items() if key not in ("head", "norm")})
     with pytest.raises(StrategyError, match=r"(?s)no device for .*'haed' is no module: did you mean 'head'"):
         tk.dispatch_model(model, {"haed" if key == "head" else key: value for key, value in MIXED.items()})
-    with pytest.warns(UserWarning, match="names what the model does not have: extra"):
+    with pytest.warns(UserWarning, match="names that are not in the model: extra"):
         tk.dispatch_model(model, {"": "cpu", "extra": "cpu"})
-    with pytest.raises(StrategyError, match=r"go to disk, and there is no directory.*\n  fix:   pass offload_dir"):
+    with pytest.raises(StrategyError, match=r"go to disk, but no directory is given.*\n  fix:   pass offload_dir"):
         tk.dispatch_model(model, MIXED)
     with pytest.raises(StrategyError, match="'gpu' is no device"):
         tk.dispatch_model(model, {"": "gpu"})
@@ -188,7 +188,7 @@ def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> N
     with torch.no_grad():
         assert same(outputs(model), outputs(plain))
     (hub / files["recurrent.bias_hh_l0"]).write_bytes(b"gone")
-    with pytest.raises(CheckpointError, match="it was written again"), torch.no_grad():
+    with pytest.raises(CheckpointError, match="it was overwritten"), torch.no_grad():
         outputs(model)
     with tk.init_empty_weights():
         other = Hard(width=6)
@@ -260,7 +260,9 @@ def test_replacing_offloaded_weights_is_an_error(tmp_path: Path) -> None:
     model, other, x = nn.Linear(4, 2), nn.Linear(4, 2), torch.randn(3, 4)
     export(other.state_dict(), tmp_path / "other")
     expected = other(x)
-    replaced = r"'(weight|bias)' of the model was replaced after the model was spread\n[^\0]*call dispatch_model again"
+    replaced = (
+        r"'(weight|bias)' of the model was replaced after the model was dispatched\n[^\0]*call dispatch_model again"
+    )
     for device_map in (None, {"": "disk"}):
         spread = tk.disk_offload(copy.deepcopy(model), tmp_path / "offloaded")
         tk.load_checkpoint_in_model(spread, tmp_path / "other", device_map)
@@ -326,7 +328,7 @@ def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(tmp_pat
         os.utime(file, ns=(0, 0))
         spread = tk.load_checkpoint_and_dispatch(copy.deepcopy(model), file, {"": "disk"})
         change()
-        with pytest.raises(CheckpointError, match=r"written again while a model reads|No such file"):
+        with pytest.raises(CheckpointError, match=r"overwritten while a model reads|No such file"):
             spread(x)
         assert {p.device.type for p in spread.parameters()} == {"meta"}
 

@@ -158,7 +158,7 @@ def test_damaged_hostile_and_foreign_files(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not a readable safetensors file"):
         tk.load_checkpoint_and_dispatch(empty(), hub, {"": "disk"})
     shard.unlink()
-    with pytest.raises(CheckpointError, match="names it, and it is not there"):
+    with pytest.raises(CheckpointError, match="lists it, but it does not exist"):
         tk.load_checkpoint_and_dispatch(empty(), hub, {"": "disk"})
 
     ours = write_checkpoint(tmp_path / "step-1", {"model": weights()})

@@ -62,7 +62,7 @@ def check_tied_weights() -> None:
     net, batch = Tied(), texts([5])[0]
     expected = net(batch)[0]
     plan = {"gather_output": True, "example_args": (batch,)}
-    with pytest.raises(StrategyError, match="Sequential is to stay on one process"):
+    with pytest.raises(StrategyError, match="Sequential must stay on one process"):
         tk.prepare_pippy(Tied(), **plan, no_split_module_classes=["Sequential"])
     net = Tied()
     net.last = net._modules.pop("last")  # defined behind the blocks, as it is called
@@ -98,7 +98,7 @@ def check_what_is_refused() -> None:
         tk.prepare_pippy(nn.Linear(4, 4))
     mean = tk.prepare_pippy(Mean(*layers))
     if dist.get_rank() == 1:
-        with pytest.raises(StrategyError, match=r"cannot be put together(.|\n)*num_chunks=1"):
+        with pytest.raises(StrategyError, match=r"cannot be concatenated(.|\n)*num_chunks=1"):
             mean(None)
     else:
         mean(torch.randn(4, 4))

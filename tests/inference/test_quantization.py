@@ -102,11 +102,11 @@ def test_skipped_modules_keep_their_dtype(tmp_path: Path) -> None:
 def test_wrong_calls(tmp_path: Path) -> None:
     config = tk.BnbQuantizationConfig(**CONFIGS["nf4"])
     for options, reason in (
-        ({}, "to 4 or to 8 bits"),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "to 4 or to 8 bits"),
+        ({}, "either 4-bit or 8-bit"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "either 4-bit or 8-bit"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "np4"}, "'np4' is no type"),
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "half"}, "'half' is no dtype"),
-        ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "is for 8 bits"),
+        ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "applies to 8-bit"),
     ):
         with pytest.raises(PrecisionError, match=reason):
             tk.BnbQuantizationConfig(**options)

@@ -63,7 +63,7 @@ def test_missing_ranks_are_named(ranks: tuple[int, ...], world: int, missing: st
     assert (speaker.returncode, other.returncode) == (1, 1), (lines, quiet)
     assert [line for line in lines if line.startswith("waiting for")][-1].startswith(f"waiting for {missing}"), lines
     assert "waiting for" not in quiet, "one speaks"
-    assert any("not every process has come" in line for line in lines), lines
+    assert any("not every process has connected" in line for line in lines), lines
     assert any(f"without {missing}" in line for line in lines), lines
 
 

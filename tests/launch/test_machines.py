@@ -86,7 +86,7 @@ def test_a_machine_that_does_not_answer_is_lost(port: int, monkeypatch: pytest.M
 
 def test_they_must_be_started_alike(port: int) -> None:
     told = on_each(port, lambda machine: machine.meet(ABOUT), lambda machine: machine.meet({"processes": 3}))
-    assert all("not started alike" in str(error) for error in told)
+    assert all("started with different options" in str(error) for error in told)
     assert "processes=3 on machine 1, 2 on machine 0" in str(told[1])
 
 

@@ -127,7 +127,7 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch, "get_device_module", lambda device: Used)
-    with pytest.raises(LaunchError, match="cannot be forked") as caught:
+    with pytest.raises(LaunchError, match="can no longer be forked") as caught:
         run_forked(_place, 2)
     assert caught.value.found is not None
     assert "'cuda'" in caught.value.found or "cuda device" in caught.value.found

@@ -127,11 +127,11 @@ def test_several_machines() -> None:
 @pytest.mark.parametrize(
     ("text", "given", "problem"),
     [
-        ("distributed_type: NO\nnum_processes: 2\n", {}, "one process is not several"),
-        (SAMPLES["open.yaml"], cpu(), "leaves the number of processes open"),
-        ("", cpu(num_processes=3, num_machines=2, main_process_ip="10.0.0.7"), "equally many processes"),
-        ("", cpu(num_processes=0), "equally many processes"),
-        ("", cpu(num_machines=2, machine_rank=2), "this machine is none of them"),
+        ("distributed_type: NO\nnum_processes: 2\n", {}, "one process cannot be distributed"),
+        (SAMPLES["open.yaml"], cpu(), "does not set the number of processes"),
+        ("", cpu(num_processes=3, num_machines=2, main_process_ip="10.0.0.7"), "the same number of processes"),
+        ("", cpu(num_processes=0), "the same number of processes"),
+        ("", cpu(num_machines=2, machine_rank=2), "the rank of this machine is out of range"),
         ("", cpu(num_processes=2, num_machines=2), "need the address of the first"),
     ],
 )
@@ -181,7 +181,7 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 2, "cp": 2, "tp": 1}
     assert found.cp_handler.cp_comm_strategy == "alltoall"
     mesh = "parallelism_config: {parallelism_config_tp_size: 2}\n"
-    with pytest.raises(ConfigurationError, match="an engine of its own cannot divide a mesh"):
+    with pytest.raises(ConfigurationError, match="this engine does not support a device mesh"):
         plan(options("distributed_type: DEEPSPEED\nnum_processes: 2\n" + mesh), ALONE)
     with pytest.raises(ConfigurationError, match="dividing sequences by DeepSpeed is not here yet"):
         plan(options(SAMPLES["fsdp2.yaml"].replace("_sp_size: 1", "_sp_size: 2")), ALONE)
@@ -191,7 +191,7 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
-    with pytest.raises(ConfigurationError, match="a TPU pod are not started from here") as caught:
+    with pytest.raises(ConfigurationError, match="TPU pods are not supported yet") as caught:
         plan(options(SAMPLES["tpu.yaml"]), ALONE)
     assert str(caught.value.found) == "tpu_use_cluster=True (config.yaml:4)"
     text = SAMPLES["tpu.yaml"].replace("use_cluster: true", "use_cluster: false")
@@ -207,7 +207,7 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
     assert (made.processes, made.in_place, made.max_restarts, tuple(made.ignored)) == (1, True, 0, ("max_restarts",))
     assert made.through == ("-m", "trainer_kit.launch.each_device")
     assert made.environ["TRAINER_KIT_NUM_PROCESSES"] == "8"
-    with pytest.raises(ConfigurationError, match="do not train together yet"):
+    with pytest.raises(ConfigurationError, match="TPU pods are not supported yet"):
         plan(options("distributed_type: TPU\nnum_processes: 8\nnum_machines: 2\n"), ALONE)
 
 
@@ -287,7 +287,7 @@ def test_devices_and_engine_are_two_choices(text: str, words: tuple[str, ...], f
     ],
 )
 def test_one_level_asks_for_one_kind_of_run(text: str, words: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigurationError, match="one kind of run at a time"):
+    with pytest.raises(ConfigurationError, match="only one kind of run can be chosen"):
         kind(text, *words)
 
 
@@ -339,9 +339,9 @@ def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
     given = cpu(num_processes=2, use_parallelism_config=True)
     assert plan(options(size, given), ALONE).environ["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
     for text, words in (("", given), (size, cpu(num_processes=2, use_parallelism_config=False))):
-        with pytest.raises(ConfigurationError, match="a parallelism_config is one with an axis above 1"):
+        with pytest.raises(ConfigurationError, match="a parallelism_config needs an axis above 1"):
             plan(options(text, words), ALONE)
-    with pytest.raises(ConfigurationError, match="one kind of run at a time"):
+    with pytest.raises(ConfigurationError, match="only one kind of run can be chosen"):
         plan(options(size, cpu(num_processes=2, use_ddp=True)), ALONE)
 
 
@@ -376,7 +376,7 @@ def test_under_slurm_one_task_for_each_process() -> None:
     here = Environment(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm")
     found = plan(options("", cpu()), here)
     assert (found.in_place, found.processes) == (True, 2)
-    with pytest.raises(ConfigurationError, match="starts another number of processes"):
+    with pytest.raises(ConfigurationError, match="starts a different number of processes"):
         plan(options("", cpu(num_processes=8)), here)
 
 

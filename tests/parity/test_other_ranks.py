@@ -121,7 +121,7 @@ def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:
 
 def test_no_whole_number_of_batches_is_refused(tmp_path: Path) -> None:
     train(str(tmp_path), 1, 3, False)
-    with pytest.raises(CheckpointError, match="no whole number of batches"):
+    with pytest.raises(CheckpointError, match="not a whole number of batches"):
         run_distributed(train, 2, str(tmp_path), 2, -1, True)
 
 
@@ -222,5 +222,5 @@ def test_changed_batches_are_printed(tmp_path: Path, capsys: Any) -> None:
 
 def test_several_loaders_in_turn_stay_on_as_many_ranks(tmp_path: Path) -> None:
     run_distributed(train, 2, str(tmp_path), 2, 4, False, "in turn")
-    with pytest.raises(CheckpointError, match=r"a place inside an epoch of batches of 4 samples of a sequential"):
+    with pytest.raises(CheckpointError, match=r"a position in batches of 4 samples of a sequential"):
         train(str(tmp_path), 1, -1, True, "in turn")

@@ -156,7 +156,7 @@ def test_steps_that_cannot_be_repeated_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match="manual optimization"):
         train(Manual(make_net(), sgd), make_batches(2), callbacks=[AutoMicroBatch()], barebones=False, **_quiet())
-    with pytest.raises(ConfigurationError, match="at least one part"):
+    with pytest.raises(ConfigurationError, match="parts must be at least 1"):
         AutoMicroBatch(parts=0)
 
 
@@ -184,7 +184,7 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
         module = net(2, "forward", rank=1)
         train(module, batches, strategy="ddp", devices=2, callbacks=[AutoMicroBatch(), Starts()], **options)
         assert_close(module.net.inner, plain.net.inner)
-    with pytest.raises(ConfigurationError, match="cannot repeat a step here"):
+    with pytest.raises(ConfigurationError, match="cannot repeat a step of this run"):
         train(net(), batches, strategy="fsdp", devices=2, callbacks=[AutoMicroBatch()], **options)
 
 

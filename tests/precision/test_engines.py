@@ -158,7 +158,7 @@ def test_fsdp(tmp_path: Path) -> None:
         module = Net(0, False)
         module.kind = kind
         with pytest.raises(
-            StrategyError, match=r"cannot have divided parameters\n  found: .*\n  fix:   train with DDP"
+            StrategyError, match=r"does not support sharded parameters\n  found: .*\n  fix:   train with DDP"
         ):
             fit(module, "bf16-mixed", 4, strategy="fsdp", devices=2)
     # Weights are gathered in another dtype; bytes, their scales, and exceptions are not.

@@ -169,7 +169,7 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
 @pytest.mark.parametrize(
     ("exceptions", "told"),
     [
-        (["heads"], "no module is called 'heads'"),
+        (["heads"], "there is no module named 'heads'"),
         ({"head": "b16"}, "unknown dtype 'b16'"),
         (["tied"], "a weight that two modules share cannot have two dtypes\n  found: head.weight and tied.weight"),
     ],

@@ -125,7 +125,7 @@ def test_a_device_without_fp8_is_refused_before_the_first_step(monkeypatch: pyte
 
     monkeypatch.setattr(torch, "_scaled_mm", refuse)
     with pytest.raises(
-        PrecisionError, match=r"no float8 matrix product\n  found: _scaled_mm is only .* 8.9\n  fix: .*em"
+        PrecisionError, match=r"not support float8 matrix products\n  found: _scaled_mm is only .* 8.9\n  fix: .*em"
     ):
         trainer("fp8")
     trainer(Float8Precision(emulate=True, exceptions=["head"])).fit(Net(), batches())

@@ -88,5 +88,5 @@ def test_a_refusal_of_torchao_is_an_error_before_the_first_step() -> None:
     trainer = tk.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, precision=QATPrecision(Float8WeightOnlyConfig()), barebones=True
     )
-    with pytest.raises(PrecisionError, match="torchao cannot prepare this model"):
+    with pytest.raises(PrecisionError, match="torchao failed to convert this model"):
         trainer.fit(Net(), batches())

@@ -166,7 +166,7 @@ def test_precision_words_are_accepted_and_invalid_options_refused_before_the_fir
     with pytest.raises(PrecisionError, match=r"multiples of 16.*\n  found: head \(8 to 3\)\n  fix: .*\['head'\]"):
         trainer("transformer-engine").fit(Net(), batches())
     engine.available = (False, "Device compute capability 8.9 or higher required")
-    with pytest.raises(PrecisionError, match="has no fp8 for Transformer Engine\n  found: Device compute"):
+    with pytest.raises(PrecisionError, match="does not support fp8 on this GPU\n  found: Device compute"):
         trainer("transformer-engine")
     monkeypatch.undo()
     refused = home._NOT_NVIDIA

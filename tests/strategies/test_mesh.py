@@ -54,7 +54,7 @@ def test_places_are_counted_before_anything_starts() -> None:
         tk.Trainer(devices=1, accelerator="cpu", strategy=MeshStrategy(dp_shard=1, tp=2), barebones=True)
     with pytest.raises(StrategyError, match="-1 for dp_shard, tp"):
         MeshStrategy(tp=-1)
-    with pytest.raises(StrategyError, match="at least one place\n  found: cp=0"):
+    with pytest.raises(StrategyError, match="is at least 1\n  found: cp=0"):
         MeshStrategy(cp=0)
 
 
@@ -64,8 +64,8 @@ def test_options_of_the_data_axes_that_a_mesh_has_no_place_for() -> None:
     check_options(sizes, {**ignored, **recomputed})
     check_options({**sizes, "tp": 2}, recomputed)
     for changed, options, told in (
-        ({"tp": 2}, ignored, "ignored_modules has no place(.|\n)*dp_shard=2 × tp=2"),
-        ({"pp": 2}, ignored, "ignored_modules has no place"),
+        ({"tp": 2}, ignored, "ignored_modules is not supported(.|\n)*dp_shard=2 × tp=2"),
+        ({"pp": 2}, ignored, "ignored_modules is not supported"),
         ({"pp": 2}, recomputed, "give activation_checkpointing_policy to MeshStrategy itself"),
         ({"dp_shard": 1, "tp": 2}, {"cpu_offload": True}, "fsdp with cpu_offload, tp=2"),
     ):
@@ -174,7 +174,7 @@ def test_all_attention_has_to_be_seen() -> None:
         assert F.scaled_dot_product_attention is torchs
     with own.attending():
         pass  # only a first step is looked at
-    told = r"covers all keys(.|\n)*\(2, 2\) for 2 keys on each of 2 ranks"
+    told = r"cover all keys(.|\n)*\(2, 2\) for 2 keys on each of 2 ranks"
     with pytest.raises(StrategyError, match=told), own.attending():
         F.scaled_dot_product_attention(x, x, x, attn_mask=torch.ones(2, 2, dtype=torch.bool))
 

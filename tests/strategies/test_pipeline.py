@@ -139,7 +139,7 @@ def test_plans_that_do_not_fit() -> None:
         with case(plan=plan), pytest.raises(StrategyError, match=what):
             lay_out(model, PipelinePlan(**plan), 2)  # type: ignore[arg-type]
     several = nn.ModuleDict({"one": nn.Linear(2, 2), "two": nn.Linear(2, 2)})
-    with pytest.raises(StrategyError, match="which submodule becomes the stages"):
+    with pytest.raises(StrategyError, match="the submodule that becomes the pipeline stages"):
         pipelined_model(several, PipelinePlan())
     with pytest.raises(StrategyError, match="has no such submodule"):
         pipelined_model(several, PipelinePlan(model="tow"))
@@ -190,8 +190,8 @@ def fit(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "what"),
     [
-        (Skipping, StrategyError, "training_step returned no loss, and the other stages"),
-        (CallingTwice, StrategyError, "a step calls the pipelined model twice"),
+        (Skipping, StrategyError, "training_step returned no loss, and the other pipeline stages"),
+        (CallingTwice, StrategyError, "training_step calls the pipelined model twice"),
         (Failing, KeyError, "mine"),
     ],
 )
@@ -209,11 +209,11 @@ def test_modules_that_have_no_place_in_a_pipeline() -> None:
     for make, what in (
         (Outside, "scale.weight is not in what becomes the stages"),
         (NotCalling, "did not call the pipelined model"),
-        (Listening, "on_before_backward and on_after_backward have no place"),
+        (Listening, "on_before_backward and on_after_backward are not supported"),
     ):
         with case(module=make.__name__), pytest.raises(StrategyError, match=what):
             fit(make)
-    with pytest.raises(ConfigurationError, match=r"SAM computes the loss again.*each rank of a pipeline"):
+    with pytest.raises(ConfigurationError, match=r"SAM evaluates the loss again.*each rank of a pipeline"):
         fit(Sharp)
     module = Writer()
     first = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)

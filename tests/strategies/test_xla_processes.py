@@ -162,7 +162,7 @@ def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPa
     exchanged = ("all_reduce", "sum", 2, 0.5)
     assert calls == ["batch", exchanged, 2.598, "sync", "batch", "sync", exchanged, 3.464, "sync", "batch", "sync"]
     with (
-        pytest.raises(ConfigurationError, match="a step needs every process"),
+        pytest.raises(ConfigurationError, match="every step needs all processes"),
         accelerator.join_uneven_inputs([model]),
     ):
         pass
@@ -186,9 +186,9 @@ def test_a_script_in_a_process_for_each_device(
 
 
 def test_options_unsupported_on_several_processes_are_refused_before_the_first_step(calls: list[Any]) -> None:
-    with pytest.raises(StrategyError, match="weights in parts need one process"):
+    with pytest.raises(StrategyError, match="sharded weights need one process"):
         started(shard_parameters=True)
-    with pytest.raises(StrategyError, match="weights in parts need one process"):
+    with pytest.raises(StrategyError, match="sharded weights need one process"):
         XLAStrategy(shard_parameters=True, spmd=False)
     with pytest.raises(StrategyError, match="manual optimization on XLA"):
         started().prepare_module(nn.Linear(1, 1), True, make_precision("32-true", "cpu"))

@@ -89,7 +89,7 @@ def test_a_selection_without_modules_is_refused():
             super().__init__()
             self.blocks = Block().inner[0]
 
-    with pytest.raises(ConfigurationError, match="selects no block"):
+    with pytest.raises(ConfigurationError, match="matches no block"):
         trainer(max_epochs=1, activation_checkpointing=True).fit(Single(), BATCHES)
     with pytest.raises(StrategyError, match="did you mean 'Block'"):
         trainer(max_epochs=1, activation_checkpointing="Blok").fit(Net(), BATCHES)

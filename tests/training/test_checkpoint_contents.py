@@ -106,7 +106,7 @@ def test_secrets_are_masked_and_asked_for(tmp_path: Path) -> None:
     for file in (tmp_path / "c").iterdir():
         assert b"hush" not in file.read_bytes(), file
     assert read_checkpoint(tmp_path / "c")["datamodule_hyper_parameters"]["size"] == 3
-    with pytest.raises(ConfigurationError, match="only what these looked like: api_key, store"):
+    with pytest.raises(ConfigurationError, match="only the repr of these hyperparameters: api_key, store"):
         Keyed.load_from_checkpoint(tmp_path / "c")
     assert Keyed.load_from_checkpoint(tmp_path / "c", api_key="new", store=None).hparams.lr == 0.1
 

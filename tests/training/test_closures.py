@@ -282,7 +282,7 @@ class Loses(Classifier):
 
 
 def test_a_run_without_a_gradient_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)no step had a gradient.*2 steps.*SGD"):
+    with pytest.raises(ConfigurationError, match=r"(?s)no parameter received a gradient.*2 steps.*SGD"):
         train(Loses(make_net()), make_batches(2), max_epochs=5)
 
 
@@ -317,7 +317,7 @@ def test_manual_steps_without_a_gradient_are_an_error() -> None:
             super().training_step(batch, batch_idx)
             self.optimizers().step()
 
-    with pytest.raises(ConfigurationError, match="no step had a gradient"):
+    with pytest.raises(ConfigurationError, match="no parameter received a gradient"):
         train(Manual(make_net()), make_batches(2))
 
 
@@ -361,15 +361,15 @@ def test_manual_steps_of_an_optimizer_that_drops_gradients_itself_train(by_closu
     [
         (
             lambda net: torch.optim.SGD([], lr=0.1),
-            r"(?s)Classifier.configure_optimizers has no parameters.*4 parameters",
+            r"(?s)Classifier.configure_optimizers received no parameters.*4 parameters",
         ),
         (
             lambda net: torch.optim.SGD([{"params": []}], lr=0.1),
-            "SGD of Classifier.configure_optimizers has no parameters",
+            "SGD of Classifier.configure_optimizers received no parameters",
         ),
         (
             lambda net: torch.optim.SGD(copy.deepcopy(net).parameters(), lr=0.1),
-            r"(?s)SGD steps parameters that are not Classifier's.*self\.parameters\(\)",
+            r"(?s)SGD updates parameters that do not belong to Classifier.*self\.parameters\(\)",
         ),
     ],
 )
@@ -386,4 +386,6 @@ def test_an_optimizer_with_foreign_parameters_warns_that_they_are_not_saved(caps
     trainer.fit(
         Classifier(make_net(), lambda net: torch.optim.SGD([*net.parameters(), scale], lr=0.1)), make_batches(1)
     )
-    assert "1 of 5 parameters of SGD are not Classifier's: no checkpoint holds their values" in capsys.readouterr().out
+    assert (
+        "1 of 5 parameters of SGD are not Classifier's: checkpoints do not hold their values" in capsys.readouterr().out
+    )

@@ -198,7 +198,7 @@ def test_a_datamodule_is_set_up_first():
 
 
 def test_a_run_that_cannot_start_is_refused():
-    with pytest.raises(ConfigurationError, match="no TrainModule"):
+    with pytest.raises(ConfigurationError, match="not a TrainModule"):
         trainer().explain(torch.nn.Linear(1, 1))
 
 

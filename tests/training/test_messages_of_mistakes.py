@@ -53,7 +53,7 @@ class Empty(torch.utils.data.IterableDataset[Any]):
     [[], DataLoader(torch.randn(3, 32), batch_size=4, drop_last=True), DataLoader(Empty())],  # type: ignore[arg-type]
 )
 def test_a_loader_without_a_batch_is_an_error(loader: Any) -> None:
-    with pytest.raises(DataError, match="the training loader gave no batch"):
+    with pytest.raises(DataError, match="the training loader returned no batch"):
         Trainer(max_epochs=1, **QUIET).fit(TinyModule(), loader)
     Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(TinyModule(), [torch.randn(4, 32)])
 

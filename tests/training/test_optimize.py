@@ -138,8 +138,8 @@ def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict(
 @pytest.mark.parametrize(
     ("configure", "said"),
     [
-        (lambda m: "adam", r"(?s)no optimizer.*str"),
-        (lambda m: ["adam"], r"configure_optimizers\(\)\[0\] is no optimizer"),
+        (lambda m: "adam", r"(?s)not an optimizer.*str"),
+        (lambda m: ["adam"], r"configure_optimizers\(\)\[0\] is not an optimizer"),
         (lambda m: ([nn.Linear(1, 1)], []), "no optimizer"),
         (lambda m: {"optimizer": "adam"}, "no optimizer"),
         (lambda m: {"optimizer": sgd(m), "lr_schedule": None}, r"(?s)unknown key.*'lr_schedule'"),

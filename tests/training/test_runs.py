@@ -385,7 +385,7 @@ def test_a_file_of_another_owner_is_not_replaced(script, tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"mine": 1}')
     fit(logger=False)
     assert (tmp_path / "run.json").read_text() == '{"mine": 1}'
-    assert f"{tmp_path / 'run.json'} is not ours" in capsys.readouterr().out
+    assert f"{tmp_path / 'run.json'} was not written by trainer_kit" in capsys.readouterr().out
 
 
 def edited(file, change):

@@ -104,7 +104,7 @@ def test_a_batch_that_weighs_nothing_adds_nothing():
 
 
 def test_a_window_that_weighs_nothing_is_an_error():
-    with pytest.raises(DataError, match=r"(?s)weighs nothing.*loss_weight"):
+    with pytest.raises(DataError, match=r"(?s)sum to zero.*loss_weight"):
         turns(windows(loader(4), 2, loss_weight=lambda batch: 0.0))
 
 

@@ -129,9 +129,9 @@ def test_mistakes() -> None:
     with pytest.raises(tk.ConfigurationError, match="does not set the batch size"):
         scale_batch_size(trainer(), module)
     assert module.batch_size == 4
-    with pytest.raises(tk.ConfigurationError, match="nothing holds the batch size"):
+    with pytest.raises(tk.ConfigurationError, match="no attribute holds the batch size"):
         scale_batch_size(trainer(), module, [torch.ones(2, 8)])
-    with pytest.raises(tk.ConfigurationError, match="no batch size works"):
+    with pytest.raises(tk.ConfigurationError, match="no batch size fits"):
         scale_batch_size(trainer(), Net(in_step=full_above(0)))
     with pytest.raises(tk.ConfigurationError, match="doubled from init_val"):
         scale_batch_size(trainer(), Net(), mode="half")

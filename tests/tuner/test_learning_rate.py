@@ -311,6 +311,6 @@ def test_mistakes() -> None:
     del module.graph
     constant = [(torch.zeros(4, 8), torch.zeros(4, 1))]
     module.layers = torch.nn.Linear(8, 1, bias=False)
-    with pytest.raises(tk.ConfigurationError, match="the loss falls at no learning rate"):
+    with pytest.raises(tk.ConfigurationError, match="the loss does not decrease at any learning rate"):
         lr_find(trainer(), module, constant, num_training=20)
     assert module.lr == 1e-3

@@ -165,7 +165,7 @@ class Accumulation:
             return self._scale_sum(loss, float(weight))
         if self._explicit and (inside or not self._done):
             raise ConfigurationError(
-                "some losses of this step are given a weight, and this one is not",
+                "this loss has no weight, but others of this step have one",
                 found="backward(loss) after backward(loss, weight=...)",
                 fix="give every loss of the step its weight, or none",
             )
@@ -196,15 +196,15 @@ class Accumulation:
             self._begin()
         if self._reference is not None and not self._explicit:
             raise ConfigurationError(
-                "some losses of this step are given a weight, and some are not",
+                "some losses of this step have a weight, and some have none",
                 found="backward(loss, weight=...) after backward(loss)",
                 fix="give every loss of the step its weight, or none",
             )
         if self._weight not in (0.0, weight):
             raise ConfigurationError(
-                "two losses of one batch weigh differently",
+                "two losses of one batch have different weights",
                 found=f"weight={self._weight:g} and weight={weight:g}",
-                fix="one weight a batch: put a factor between losses into the losses"
+                fix="use one weight per batch, and multiply the losses by their factors"
                 if self._inside
                 else "read each micro-batch of the step inside `with accelerator.accumulate(model):`",
             )
@@ -212,7 +212,7 @@ class Accumulation:
             raise ConfigurationError(
                 "weights are summed over the processes, and some may have no batch left",
                 found="backward(loss, weight=...) inside join_uneven_inputs",
-                fix="leave join_uneven_inputs out: loaders give every process equally many batches",
+                fix="leave join_uneven_inputs out: prepared loaders give every process the same number of batches",
             )
         self._explicit = self._asks = self._counts = True
         self._reference = 1.0
@@ -265,7 +265,7 @@ class Accumulation:
         if found == self._expected:
             return
         if found <= 0:
-            raise ConfigurationError("a step weighs nothing", found=f"sum of weights {found:g}")
+            raise ConfigurationError("the weights of a step sum to zero", found=f"sum of weights {found:g}")
         self.corrected.add(optimizer)
         if gradients is None:
             everything = [p.grad for group in optimizer.param_groups for p in group["params"]]

@@ -84,7 +84,7 @@ def find_executable_batch_size(
     def search(*arguments: Any, **options: Any) -> Any:
         if len(names) < len(arguments) + needed:
             raise ConfigurationError(
-                f"{function.__name__} is given its batch size by this search",
+                f"{function.__name__} receives its batch size from this search",
                 found=f"{len(arguments)} arguments for the parameters {', '.join(names)}",
                 fix=f"call {function.__name__}({', '.join(names[needed:])})",
             )

@@ -104,7 +104,7 @@ class Checkpoints:
         ]
         if refused:
             raise ConfigurationError(
-                "what is saved with the state needs state_dict() and load_state_dict()",
+                "a registered object needs state_dict() and load_state_dict()",
                 found=", ".join(refused),
                 fix="give its class both, or keep it in an object that has them",
             )
@@ -300,7 +300,7 @@ class Checkpoints:
                 if loaded(model):
                     unwrap(model).load_state_dict(buffers, strict=False)
         else:
-            self._processes.print(f"resuming {differs}: random layers draw other numbers")
+            self._processes.print(f"resuming {differs}: random layers draw different numbers")
 
     def _load_rest(self, state: Mapping[str, Any], owned: list[list[list[nn.Parameter]]]) -> None:
         prepared = self._prepared
@@ -584,6 +584,6 @@ def _local_directory(path: str | os.PathLike[str]) -> Path:
         raise ConfigurationError(
             "an Accelerator saves to a directory of this machine",
             found=str(found),
-            fix="save to a local path; a Trainer's checkpoints may stand at a URL",
+            fix="save to a local path; a Trainer can save checkpoints to a URL",
         )
     return found

@@ -307,7 +307,7 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
         return
     lines = [f"process {rank}: {_described_call(found, store, rank)}" for rank, found in enumerate(everyone)]
     raise RankError(
-        f"the processes do not make the same call: {call}",
+        f"the processes make different calls: {call}",
         found="; ".join(lines),
         fix="call it on every process, outside of `if accelerator.is_main_process`, with tensors of one shape and "
         "dtype (pad_across_processes makes lengths equal)",

@@ -78,7 +78,7 @@ class Fabric:
     ) -> None:
         if strategy not in (*_OVER_PROCESSES, "fsdp"):
             raise ConfigurationError(
-                "this strategy is none of Fabric's here",
+                "this strategy is not available in Fabric",
                 found=repr(strategy),
                 fix='"auto", "ddp" or "fsdp"; trainer_kit.Accelerator takes the options of every engine',
             )
@@ -92,7 +92,7 @@ class Fabric:
         wanted = _number(devices)
         if wanted is not None and wanted * num_nodes != self.world_size:
             raise ConfigurationError(
-                "other processes run than devices= asks for",
+                "the number of processes differs from devices=",
                 found=f"devices={devices!r} on {num_nodes} nodes, {self.world_size} processes",
                 fix=f"trainer-kit launch --num_processes {wanted * num_nodes} SCRIPT, or torchrun",
             )
@@ -158,12 +158,12 @@ class Fabric:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process ``src`` on every process."""
         if src != 0:
-            raise ConfigurationError("only the first process sends", found=f"src={src}", fix="all_gather it")
+            raise ConfigurationError("only process 0 can be the source", found=f"src={src}", fix="all_gather it")
         return self.accelerator.world.broadcast(obj)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged."""
-        _refuse(group is not None, "all_gather is over all processes", "leave group out")
+        _refuse(group is not None, "all_gather always uses all processes", "leave group out")
         _refuse(sync_grads, "all_gather does not carry gradients", "pass sync_grads=False")
         data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
         if self.world_size == 1:
@@ -172,7 +172,7 @@ class Fabric:
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         """Reduce every tensor over the processes by ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``."""
-        _refuse(group is not None, "all_reduce is over all processes", "leave group out")
+        _refuse(group is not None, "all_reduce always uses all processes", "leave group out")
         data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
         return self.accelerator.reduce(data, {"avg": "mean"}.get(reduce_op, reduce_op))
 
@@ -221,7 +221,7 @@ class Fabric:
     ) -> Any:
         """Prepare loaders: each process gets its shard of the batches, on its device."""
         alone = not use_distributed_sampler and self.world_size > 1
-        _refuse(alone, "each process has its part of a prepared loader", "iterate over the loader itself")
+        _refuse(alone, "a prepared loader yields the part of this process", "iterate over the loader itself")
         made = [self.accelerator.prepare_data_loader(one, device_placement=move_to_device) for one in dataloaders]
         return made[0] if len(made) == 1 else made
 
@@ -373,7 +373,7 @@ def _number(devices: Any) -> int | None:
     if isinstance(devices, int) or (isinstance(devices, str) and devices.isdigit()):
         return int(devices)
     raise ConfigurationError(
-        "devices= is their number here",
+        "devices= must be a number",
         found=f"devices={devices!r}",
         fix="their number; the variable CUDA_VISIBLE_DEVICES chooses them",
     )

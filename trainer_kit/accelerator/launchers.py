@@ -62,7 +62,7 @@ def notebook_launcher(
     if unknown:
         raise TypeError(f"notebook_launcher got an unexpected argument {min(unknown)!r}")
     if max_restarts < 0:
-        raise ConfigurationError("processes are started again 0 times or more", found=f"max_restarts={max_restarts}")
+        raise ConfigurationError("max_restarts must be 0 or more", found=f"max_restarts={max_restarts}")
     if num_nodes != 1:
         raise ConfigurationError(
             "a notebook starts processes on its own machine only",

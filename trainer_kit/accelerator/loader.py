@@ -360,7 +360,7 @@ class PreparedLoader:
             raise CheckpointError(
                 "loaders",
                 "samples",
-                f"{samples} samples are no whole number of batches of {size}",
+                f"{samples} samples are not a whole number of batches of {size}",
                 fix="resume with as many processes and batches of the same size, or with a size that divides them",
             )
         return batches

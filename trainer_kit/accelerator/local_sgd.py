@@ -39,7 +39,7 @@ class LocalSGD:
         self.enabled = enabled and accelerator.num_processes > 1
         if self.enabled and accelerator.strategy.sharded:
             raise ConfigurationError(
-                "processes that hold parts of a model have nothing to average",
+                "local SGD cannot average a sharded model",
                 found=f"LocalSGD under {accelerator.strategy.name!r}",
                 fix="train data parallel (DDP), or leave LocalSGD out",
             )

@@ -139,7 +139,7 @@ class LoopChecks:
                 if id(parameter) in stepped:
                     self._end_look()
                     raise ConfigurationError(
-                        "an optimizer that is not prepared steps a prepared model",
+                        "an unprepared optimizer updates a prepared model",
                         found=f"{type(optimizer).__name__} steps {type(model).__name__}.{name}, and {harm}",
                         fix="optimizer = accelerator.prepare(optimizer), and step what that returns",
                     )

@@ -192,7 +192,7 @@ class Prepared:
     def _before_first_step(self, optimizer: Optimizer) -> None:
         if self._precision.scales and not self._accumulation.began and has_gradients(optimizer):
             raise ConfigurationError(
-                "gradients are stepped with that were never scaled for float16",
+                "the optimizer steps with gradients that were not scaled for float16",
                 found="loss.backward()",
                 fix="accelerator.backward(loss)",
             )
@@ -348,9 +348,9 @@ class Prepared:
         several = strategy.data.size > 1
         if several and (strategy.lockstep or strategy.completes_gradients):
             raise ConfigurationError(
-                "a step needs every process, so that all of them need equally many batches",
+                "every step needs all processes, so all of them need the same number of batches",
                 found=f"join_uneven_inputs under {strategy.name!r}",
-                fix="leave it out and prepare() the loader: every process gets as many batches; or use DDP",
+                fix="leave it out and prepare() the loader: every process gets the same number of batches; or use DDP",
             )
         before = [(loader, loader.even) for loader in self.loaders]
         self._accumulation.joining = several

@@ -226,7 +226,9 @@ class Processes(ABC):
         if isinstance(inputs, dict):
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
-                raise ConfigurationError("what is divided together must be equally long", found=f"lengths {lengths}")
+                raise ConfigurationError(
+                    "values that are split together must have the same length", found=f"lengths {lengths}"
+                )
             length = next(iter(lengths.values()), 0)
         each, more = divmod(length, self.num_processes)
         start = self.process_index * each + min(self.process_index, more)

@@ -232,7 +232,7 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     state = PartialState()
     held = state.collectives.gather_object([tensor is not None])
     if sum(held) != 1:
-        raise ConfigurationError("one process has the tensor that is copied", found=f"{sum(held)} have one")
+        raise ConfigurationError("exactly one process must pass the tensor", found=f"{sum(held)} have one")
     source = held.index(True)
     shape, dtype = state.world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), source)
     mine = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
@@ -367,7 +367,7 @@ def _folder(around: str | os.PathLike[str], index: int) -> Path:
 def _refuse_adapters(adapter_only: bool) -> None:
     if adapter_only:
         raise ConfigurationError(
-            "the weights of adapters are not filtered here",
+            "filtering adapter weights is not supported",
             found="adapter_only=True",
             fix="peft's save_pretrained, with state_dict=",
         )
@@ -378,7 +378,7 @@ def _refuse_adapters(adapter_only: bool) -> None:
 
 class _LoaderType(_Recognised):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigurationError(f"a {cls.__name__} is what prepare makes", fix="accelerator.prepare(loader)")
+        raise ConfigurationError(f"a {cls.__name__} is created by prepare", fix="accelerator.prepare(loader)")
 
 
 class PreparedLoaderType(metaclass=_LoaderType):
@@ -463,7 +463,7 @@ def prepare_data_loader(
     asked = (mine[0] if num_processes is None else num_processes, mine[1] if process_index is None else process_index)
     if asked != mine or torch_device_mesh is not None:
         raise ConfigurationError(
-            "a loader is divided among the processes that run",
+            "a loader is always divided among the running processes",
             found=f"process {asked[1]} of {asked[0]} in process {mine[1]} of {mine[0]}"
             + (", torch_device_mesh" if torch_device_mesh is not None else ""),
             fix="accelerator.prepare(loader); for another part of the samples, a BatchSamplerShard",

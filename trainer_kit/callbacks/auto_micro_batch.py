@@ -41,7 +41,7 @@ class AutoMicroBatch(Callback):
 
     def __init__(self, parts: int = 1) -> None:
         if parts < 1:
-            raise ConfigurationError("a batch has at least one part", found=f"parts={parts}")
+            raise ConfigurationError("parts must be at least 1", found=f"parts={parts}")
         self.parts = parts
 
     @property

@@ -116,7 +116,7 @@ class Monitor:
         fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
         lacks = "val" in self.name and not has_validation(trainer)
         return ConfigurationError(
-            f"{self.owner} watches {self.name!r}, which is not logged",
+            f"{self.owner} monitors {self.name!r}, which is not logged",
             found=f"logged so far: {', '.join(known) or 'nothing'}{'; there is no validation' if lacks else ''}",
             fix=f"define validation_step and val_dataloader, or: {fix}" if lacks else fix,
         )

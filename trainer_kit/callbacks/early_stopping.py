@@ -99,7 +99,7 @@ class EarlyStopping(Callback):
         self._monitor = Monitor(monitor, mode, "EarlyStopping")
         if patience < 0 or min_delta < 0:
             raise ConfigurationError(
-                "EarlyStopping counts patience and min_delta from zero up",
+                "EarlyStopping needs patience and min_delta of zero or more",
                 found=f"patience={patience}, min_delta={min_delta}",
             )
         self.monitor, self.mode = monitor, mode

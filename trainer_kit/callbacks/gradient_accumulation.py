@@ -78,12 +78,12 @@ class GradientAccumulation(Callback):
         for epoch, length in schedule.items():
             if type(epoch) is not int or epoch < 0 or type(length) is not int or length < 1:
                 raise ConfigurationError(
-                    "accumulation goes from an epoch, 0 or later, to whole micro-batches, 1 or more",
+                    "an accumulation schedule maps epochs (from 0) to numbers of micro-batches (from 1)",
                     found=f"{scheduling!r}",
                     fix="write 4, or {0: 1, 4: 2}",
                 )
         if not schedule:
-            raise ConfigurationError("an accumulation schedule without an entry", fix="write {0: 1, 4: 2}")
+            raise ConfigurationError("the accumulation schedule is empty", fix="write {0: 1, 4: 2}")
         schedule.setdefault(0, 1)
         return schedule
 
@@ -109,7 +109,7 @@ class GradientAccumulation(Callback):
         self._per_batch = None  # it describes the data of another fit
         if not module.automatic_optimization:
             raise ConfigurationError(
-                "gradients cannot be accumulated for you in manual optimization",
+                "gradients cannot be accumulated automatically in manual optimization",
                 found="automatic_optimization = False",
                 fix="step the optimizers every n batches in training_step, without this callback",
             )

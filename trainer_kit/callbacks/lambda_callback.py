@@ -196,7 +196,7 @@ def _check(hook: str, function: Callable[..., Any], where: str) -> None:
 
 def _interval(hook: str, every: DurationLike) -> Duration:
     if hook in ("setup", "on_fit_start"):
-        raise ConfigurationError(f"{hook} comes once, before the first batch", found=f"every={every!r}")
+        raise ConfigurationError(f"{hook} is called once, before the first batch", found=f"every={every!r}")
     if hook.startswith("on_train_batch") or hook.endswith("_backward"):
         unit: str | None = "ba"
     elif hook.startswith("on_train_epoch"):
@@ -205,5 +205,5 @@ def _interval(hook: str, every: DurationLike) -> Duration:
         unit = "st" if hook in ("on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad") else None
     interval = Duration.parse(every, unit)
     if interval.value == 0:
-        raise ConfigurationError("an interval is longer than nothing", found=f"every={every!r}")
+        raise ConfigurationError("an interval must be longer than zero", found=f"every={every!r}")
     return interval

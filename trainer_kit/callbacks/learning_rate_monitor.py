@@ -137,6 +137,8 @@ def _suffixes(optimizer: Optimizer, name: str) -> list[str]:
     names = [group.get("name", f"pg{index}" if len(groups) > 1 else "") for index, group in enumerate(groups, start=1)]
     if len(set(names)) < len(names):
         raise ConfigurationError(
-            f"two parameter groups of {name} have the same name", found=", ".join(names), fix='tell them apart: "name"'
+            f"two parameter groups of {name} have the same name",
+            found=", ".join(names),
+            fix='give them different names: "name"',
         )
     return [f"/{each}" if each else "" for each in names]

@@ -109,7 +109,7 @@ class Preemption(Callback):
         self.sources: list[Any] = [sources] if one else list(sources)  # type: ignore[arg-type]
         if not self.sources or every <= 0:
             raise ConfigurationError(
-                "Preemption needs a source, and seconds between two looks",
+                "Preemption needs at least one source, and a positive interval in seconds",
                 found=f"sources={self.sources}, every={every}",
                 fix='Preemption("slurm"), Preemption("/run/preempted"), Preemption("http://…")',
             )
@@ -220,7 +220,7 @@ def _end_of_job() -> float | None:
     end = os.environ.get("SLURM_JOB_END_TIME", "")
     if "SLURM_JOB_ID" in os.environ and not end.isdigit():
         raise ConfigurationError(
-            "this SLURM does not say when the job ends",
+            "SLURM does not provide the end time of the job",
             found=f"SLURM_JOB_END_TIME={end!r}",
             fix="sbatch --signal=USR1@120 sends SIGUSR1, which every run listens to",
         )

@@ -121,7 +121,7 @@ class ModelCheckpoint(Callback):
         watched = Monitor(monitor or "", mode, "ModelCheckpoint")
         if save_top_k < -1 or (monitor is None and save_top_k > 1):
             raise ConfigurationError(
-                "save_top_k is -1 (all), 0 (none) or how many of the best to keep",
+                "save_top_k is -1 (all), 0 (none) or the number of best checkpoints to keep",
                 found=f"save_top_k={save_top_k}, monitor={monitor!r}",
                 fix="give monitor= the logged value to compare by" if save_top_k > 1 else None,
             )

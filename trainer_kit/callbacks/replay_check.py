@@ -39,5 +39,9 @@ class ReplayCheck(Callback):
     def __init__(self, every: int | str = 1000) -> None:
         steps = Duration.parse(every, "st")
         if steps.unit != "st" or steps.value < 1:
-            raise ConfigurationError("a check comes after so many steps", found=f"every={every!r}", fix="every=1000")
+            raise ConfigurationError(
+                "ReplayCheck needs a positive number of steps between two checks",
+                found=f"every={every!r}",
+                fix="every=1000",
+            )
         self.replays_every = int(steps.value)

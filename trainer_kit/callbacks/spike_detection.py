@@ -66,7 +66,7 @@ class SpikeDetection(Callback):
                     fix=did_you_mean(value, known),
                 )
         if window < 1:
-            raise ConfigurationError("a running mean has at least one step", found=f"window={window}")
+            raise ConfigurationError("the running mean needs a window of at least one step", found=f"window={window}")
         if warmup < 0 or not rtol >= 0 or (atol is not None and not atol >= 0):
             raise ConfigurationError(
                 "warmup, atol and rtol are 0 or more", found=f"warmup={warmup}, atol={atol}, rtol={rtol}"
@@ -150,7 +150,7 @@ class SpikeDetection(Callback):
             raise TrainerKitError(
                 problem,
                 found=found,
-                fix="lower the learning rate, clip gradients, or look at the batches of this step",
+                fix="lower the learning rate, clip gradients, or inspect the batches of this step",
             )
         if self.action == "stop":
             trainer.request_checkpoint(problem)

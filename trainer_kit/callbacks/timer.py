@@ -51,7 +51,9 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ConfigurationError(
-                "Timer looks at steps or epochs", found=repr(interval), fix=did_you_mean(interval, ("step", "epoch"))
+                "Timer checks the time at steps or epochs",
+                found=repr(interval),
+                fix=did_you_mean(interval, ("step", "epoch")),
             )
         self.interval, self.verbose, self._state_key = interval, verbose, state_key
         self._duration = None if duration is None else _seconds(duration)
@@ -157,12 +159,12 @@ class Timer(Callback):
         trainer.stop(reason)  # repeated at each check: a run continues until min_epochs and min_steps
         if self.verbose and not self._reported and trainer.is_global_zero:
             self._reported = True
-            trainer.print(f"time is up: {reason}")
+            trainer.print(f"time limit reached: {reason}")
 
 
 def _stage(name: str) -> str:
     if name not in _STAGES:
-        raise ConfigurationError("Timer knows no such stage", found=repr(name), fix=did_you_mean(name, _STAGES))
+        raise ConfigurationError("Timer has no such stage", found=repr(name), fix=did_you_mean(name, _STAGES))
     return name
 
 

@@ -326,7 +326,9 @@ class WeightAveraging(Callback):
         multi_avg_fn: _MultiAvgFn | None = None,
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
-            raise ConfigurationError("weights are averaged in one way", found="avg_fn and multi_avg_fn", fix="give one")
+            raise ConfigurationError(
+                "only one averaging function can be used", found="avg_fn and multi_avg_fn", fix="give one"
+            )
         self.device = None if device is None else torch.device(device)
         self.use_buffers, self._avg_fn, self._multi_avg_fn = use_buffers, avg_fn, multi_avg_fn
         self._averages: Averages | None = None
@@ -454,15 +456,15 @@ def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.de
         )
     if strategy.per_rank_state:
         raise ConfigurationError(
-            f"{name} averages the weights of a step, and between two exchanges each rank has its own",
+            f"{name} needs equal weights on all ranks; with local SGD they differ between two exchanges",
             found="local SGD",
             fix="leave local_sgd out",
         )
     if device is not None and strategy.sharded and device.type != strategy.device.type:
         raise ConfigurationError(
-            f"{name} keeps averages of divided weights where these are",
+            f"{name} keeps averages of sharded weights on the device of the weights",
             found=f"device={str(device)!r} and weights on {strategy.device}",
-            fix="leave device out: each rank has its part only",
+            fix="leave device out: each rank holds only its shard",
         )
     others = [one for one in trainer.callbacks if one is not callback and isinstance(one, WeightAveraging)]
     if others:
@@ -617,7 +619,7 @@ class StochasticWeightAveraging(WeightAveraging):
             self._first = self.swa_epoch_start - 1
         if not module.automatic_optimization:
             raise ConfigurationError(
-                "stochastic weight averaging sets the learning rate, which manual optimization does by itself",
+                "stochastic weight averaging sets the learning rate, which is up to the module in manual optimization",
                 fix="use WeightAveraging, and torch's SWALR in your training_step",
             )
 

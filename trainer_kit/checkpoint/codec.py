@@ -342,7 +342,7 @@ class _Decoder:
 
     def items(self, record: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
         if not isinstance(record["v"], list):
-            raise TypeError("its items are missing")
+            raise TypeError("the items are missing")
         return [self.decode(item, (*path, str(index))) for index, item in enumerate(record["v"])]
 
     def pairs(self, record: dict[str, Any], path: tuple[str, ...]) -> dict[Any, Any]:

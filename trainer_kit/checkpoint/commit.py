@@ -328,7 +328,7 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     """
     target = absolute(path)
     if not target.name or target.name.startswith("."):
-        raise CheckpointError(target, None, "a hidden name is not counted as a checkpoint", fix="use another name")
+        raise CheckpointError(target, None, "a name that starts with a dot is not a checkpoint", fix="use another name")
     with io_failures(target):
         taken = not is_vacant(target) if isinstance(target, RemotePath) else os.path.lexists(target)
     if taken:

@@ -169,7 +169,7 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
             raise CheckpointError(path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX)
         if name != MANIFEST and name not in manifest["files"]:
-            raise CheckpointError(path / name, None, "a foreign file, not in the manifest", fix="move it elsewhere")
+            raise CheckpointError(path / name, None, "an unexpected file, not in the manifest", fix="move it elsewhere")
     for name, entry in manifest["files"].items():
         if name not in found:
             shard = f"{_name(path)} lacks shard {entry['shard']} of {manifest['shards']}" if "shard" in entry else None

@@ -271,7 +271,7 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
             raise CheckpointError(
                 metadata.parent,
                 None,
-                "tensors of a torch distributed checkpoint are not read one by one",
+                "single tensors of a torch distributed checkpoint cannot be read",
                 fix="trainer-kit merge-weights DIRECTORY model.safetensors first",
             )
     indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
@@ -287,7 +287,7 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
     held = {name: file.name for file in files for name in read_header(file)}
     for name, file_name in places.items():
         if held.get(name) != file_name:
-            raise CheckpointError(directory / file_name, name, f"{indices[0].name} names it here, and it is not here")
+            raise CheckpointError(directory / file_name, name, f"{indices[0].name} lists it, but it does not exist")
     return files
 
 
@@ -309,7 +309,7 @@ def read_index(index: Path) -> dict[str, str]:
         raise CheckpointError(index, "weight_map", "this is no index of weights") from error
     for name in names:
         if not (index.parent / name).is_file():
-            raise CheckpointError(index.parent / name, None, f"{index.name} names it, and it is not there")
+            raise CheckpointError(index.parent / name, None, f"{index.name} lists it, but it does not exist")
     return places
 
 
@@ -398,7 +398,7 @@ def _choose(path: Path, format: str | None) -> str:
     chosen = _SUFFIXES.get(path.suffix.lower()) if format is None else format
     if chosen is None or chosen not in get_args(ExportFormat):
         raise ConfigurationError(
-            "it is not clear what to export to",
+            "the export format is ambiguous",
             found=f"format={format!r}, target {path.name!r}",
             fix=f"pass format as one of {', '.join(get_args(ExportFormat))}",
         )

@@ -102,7 +102,9 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
     try:
         home = importlib.import_module(module)
     except ImportError as error:
-        raise ConfigurationError(f"{module} cannot be imported", found=str(error), fix="run where it can be") from error
+        raise ConfigurationError(
+            f"{module} cannot be imported", found=str(error), fix="run in a directory where it can be imported"
+        ) from error
     if not hasattr(home, name):
         raise ConfigurationError(f"{module} has no {name!r}", fix=did_you_mean(name, vars(home)))
     make = getattr(home, name)

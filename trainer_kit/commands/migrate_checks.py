@@ -176,7 +176,7 @@ def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
         )
     else:
         fix = f"at most {counts[-1] - 1} arguments are given"
-    return Answer("hook", f"{owner}.{name}{parameters} cannot take what it is called with", fix)
+    return Answer("hook", f"{owner}.{name}{parameters} has the wrong parameters", fix)
 
 
 @cache

@@ -47,7 +47,9 @@ def trial(
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     file = config_file or (None if options else default_file())
     if config_file is not None and options:
-        raise ConfigurationError("a file and options exclude each other", fix="leave out --config_file, or the rest")
+        raise ConfigurationError(
+            "a configuration file and options cannot be combined", fix="leave out --config_file, or the rest"
+        )
     launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
     if file is not None:
         click.echo(f"    as {file} says")

@@ -150,8 +150,8 @@ def compare(group: Group, call: str, numbers: tuple[float, float, float] = (0.0,
     for rank, theirs in enumerate(group.all_gather_object(call)):
         ranks.setdefault(theirs, []).append(str(rank))
     raise RankError(
-        f"the processes bring different tensors to {call.partition('(')[0]}",
+        f"the processes pass different tensors to {call.partition('(')[0]}",
         found="; ".join(f"process {', '.join(who)}: {theirs}" for theirs, who in ranks.items()),
-        fix="bring the same structure, shapes and dtypes on every process: pad or cut tensors that differ in length"
+        fix="pass the same structure, shapes and dtypes on every process: pad or cut tensors that differ in length"
         " (an Accelerator has pad_across_processes), and leave out no process",
     )

@@ -105,13 +105,13 @@ class Environment:
         )
         if not inside:
             raise LaunchError(
-                "the rank environment contradicts itself",
+                "the environment variables of the rank are inconsistent",
                 found=variables.seen(),
                 fix="start every process with the same launcher (torchrun or srun), or unset these variables",
             )
         if not 0 < found.master_port < 65536:  # torchrun passes --master-port 0 on unchanged
             raise LaunchError(
-                "the ranks cannot meet at this port",
+                "the ranks cannot connect at this port",
                 found=variables.seen(),
                 fix="choose a free port, as in --master-port 29500; torchrun --standalone chooses one by itself",
             )
@@ -325,14 +325,14 @@ def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str =
             return [0]
         if isinstance(wanted, list):
             raise StrategyError(
-                "processors are not picked one by one", found=f"devices={devices!r}", fix=f"use devices={len(wanted)}"
+                "single CPU cores cannot be selected", found=f"devices={devices!r}", fix=f"use devices={len(wanted)}"
             )
         return list(range(wanted))
     count = count_accelerators()
     indices = list(range(count if wanted == "all" else wanted)) if not isinstance(wanted, list) else wanted
     if max(indices) >= count:
         raise StrategyError(
-            "more devices were asked for than are here",
+            "more devices are requested than exist on this machine",
             found=f"devices={devices!r}, and {count} of type {kind!r}",
             fix=f"use at most {count}" if not isinstance(wanted, list) else f"use indices below {count}",
         )

@@ -76,7 +76,7 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
     missing = [name for name, value in taken.items() if _is_repr(value) and name not in given]
     if missing:
         raise ConfigurationError(
-            f"the checkpoint holds only what these looked like: {', '.join(missing)}",
+            f"the checkpoint holds only the repr of these hyperparameters: {', '.join(missing)}",
             found=", ".join(f"{name}={hparams[name]['repr']}" for name in missing),
             fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})",
         )
@@ -126,7 +126,9 @@ def read_hparams(path: Any) -> dict[str, Any]:
             fix="leave objects out of it, and pass them as keyword arguments",
         ) from error
     if not isinstance(found, Mapping):
-        raise ConfigurationError("hparams_file holds no names", found=f"{file}: a {type(found).__name__}")
+        raise ConfigurationError(
+            "hparams_file holds no mapping of names to values", found=f"{file}: a {type(found).__name__}"
+        )
     return {str(name): value for name, value in found.items()}
 
 

@@ -253,9 +253,9 @@ def locate(path: str | os.PathLike[str]) -> Location:
     shown = mask_secrets(text)
     if shown != text:
         raise ConfigurationError(
-            "a password in a URL would stand in logs and checkpoints",
+            "a password in a URL would be written to logs and checkpoints",
             found=shown,
-            fix="leave it out, and put it where the storage's library looks for it (its environment variables, or "
+            fix="leave it out, and set it where the storage's library reads it (its environment variables, or "
             "fsspec's configuration)",
         )
     _check_protocol(protocol, text)

@@ -304,7 +304,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
         if group is not None:
-            raise ConfigurationError("all_gather goes over the data ranks", found="a group", fix="leave group out")
+            raise ConfigurationError("all_gather always uses the data ranks", found="a group", fix="leave group out")
         return self.trainer.all_gather(data, sync_grads=sync_grads)
 
     # -- optimization --------------------------------------------------------------------------------------------

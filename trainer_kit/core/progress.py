@@ -54,7 +54,7 @@ class Progress:
             value = state.get(field.name, 0)
             known = (int, float) if field.name == "seconds" else (int,)
             if type(value) not in known or not 0 <= value < 2**63:
-                raise ValueError(f"{field.name}={value!r} is no count")
+                raise ValueError(f"{field.name}={value!r} is not a count")
         for field in fields(self):
             if field.name in state:
                 setattr(self, field.name, state[field.name])
@@ -110,7 +110,9 @@ class Duration:
     def counter(self) -> str:
         """The field of ``Progress`` that this duration is compared with."""
         if self.unit == "dur":
-            raise DurationError("a fraction of the run has no counter", found=str(self), fix='count in a unit: "500ba"')
+            raise DurationError(
+                "a fraction of the run cannot be counted", found=str(self), fix='count in a unit: "500ba"'
+            )
         return _COUNTER[self.unit]
 
     @classmethod
@@ -166,7 +168,7 @@ def _seconds(parts: Mapping[str, float]) -> float:
         return timedelta(**parts).total_seconds()
     except TypeError as error:
         raise DurationError(
-            "not a length of time", found=f"{dict(parts)}", fix="use days, hours, minutes, seconds, …"
+            "not a duration in units of time", found=f"{dict(parts)}", fix="use days, hours, minutes, seconds, …"
         ) from error
 
 

@@ -96,7 +96,7 @@ def _check_parameters(cls: type, name: str, method: Callable[..., Any], hook: Ca
     required = [parameter for parameter in expected if parameter.default is parameter.empty]
     if not (takes(method, len(expected)) or takes(method, len(required))):
         raise HookError(
-            f"{cls.__name__}.{name} cannot take what it is called with",
+            f"{cls.__name__}.{name} has the wrong parameters",
             found=f"def {name}{inspect.signature(method)}",
             fix=f"def {name}({', '.join(parameter.name for parameter in expected)})",
         )

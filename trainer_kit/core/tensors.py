@@ -136,7 +136,7 @@ def each_tensor(
         return type(data)(parts_of)  # type: ignore[call-arg]
     if strict:
         raise ConfigurationError(
-            "only tensors, in lists, tuples and mappings, travel between processes here",
+            "only tensors, in lists, tuples and mappings, can be exchanged here",
             found=type(data).__name__,
             fix="gather_object(...) for small objects of any kind",
         )

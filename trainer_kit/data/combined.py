@@ -100,7 +100,7 @@ class CombinedLoader:
     def __len__(self) -> int:
         length = combined_length(self.mode, [length_of(loader) for loader in self.flattened])
         if length is None:
-            raise TypeError("the length of a CombinedLoader is unknown where that of a loader is that decides it")
+            raise TypeError("the length of a CombinedLoader is unknown if the loader that decides it has none")
         return length
 
     def __iter__(self) -> Iterator[Any]:
@@ -353,7 +353,7 @@ class CombinedSource(Source):
             "loaders",
             None,
             f"the positions in the loaders of a {self.combined.mode} are known only for the number of ranks that saved",
-            fix="resume with as many ranks as before",
+            fix="resume with the same number of ranks",
         )
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:

@@ -373,7 +373,7 @@ class Feed:
         if doubt is not None and self._asks:
             self._asks = False
             warnings.warn(
-                f"the number of samples in a batch of this {kind_of(self.loader)} is not certain: {doubt}. If batches"
+                f"the number of samples in a batch of this {kind_of(self.loader)} is ambiguous: {doubt}. If batches"
                 f" differ in size, {how}. A DataLoader with a batch_size or a batch_sampler tells it by itself",
                 stacklevel=2,
             )

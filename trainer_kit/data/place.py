@@ -201,7 +201,7 @@ def refuse_batch_size(loader: Any, place: Place) -> None:
     if place.batch_size is not None:
         raise DataError(
             f"the batch size of this {kind_of(loader)} cannot be set from outside",
-            found=f"global_batch_size={place.batch_size * place.size} for batches that it makes by itself",
+            found=f"global_batch_size={place.batch_size * place.size} for batches that the loader makes itself",
             fix="leave global_batch_size out, or pass a DataLoader(dataset, batch_size=...)",
         )
 

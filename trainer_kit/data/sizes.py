@@ -207,5 +207,5 @@ def limit_batches(length: int | None, limit: int | float | None, name: str) -> i
         raise DataError(f"{name} is a fraction of an unknown length", found=found, fix=fix)
     if length and int(length * limit) == 0:
         found, fix = f"{found} of {length} batches is less than one", f"at least {1 / length:.3g}, or an int"
-        raise DataError(f"{name} leaves no batch", found=found, fix=fix)
+        raise DataError(f"{name} selects no batch", found=found, fix=fix)
     return int(length * limit)

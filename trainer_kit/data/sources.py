@@ -136,9 +136,9 @@ class IndexedSource(Source):
                     return _undivided(order), False
                 if place.size > 1 and found != (place.size, place.rank):
                     raise DataError(
-                        f"this {kind_of(sampler)} divides the data otherwise than the strategy does",
+                        f"this {kind_of(sampler)} divides the data in another way than the strategy",
                         found=f"num_replicas={found[0]}, rank={found[1]} on data rank {place.rank} of {place.size}",
-                        fix="leave the sampler out: the data are divided without one",
+                        fix="leave the sampler out: the Trainer divides the data",
                     )
                 return order, True
         return _reseeded(order, loader), False
@@ -238,7 +238,7 @@ class IndexedSource(Source):
             )
         if not split.handed and not split.empty and (start or self.place.part[1] > 1) and (self.length or 0) > start:
             raise DataError(
-                f"this {kind} does not read its batch sampler, so its data can be neither divided nor skipped",
+                f"this {kind} does not read its batch sampler, so its data cannot be divided or skipped",
                 found=f"{kind}.__iter__ ended without taking one batch of indices",
                 fix="divide the data in the loader itself and pass use_distributed_sampler=False",
             )
@@ -378,8 +378,8 @@ class StreamSource(Source):
             raise CheckpointError(
                 "loaders",
                 None,
-                f"each rank read its own {kind_of(self.given)}: their states fit no other number of ranks",
-                fix="resume with as many ranks as before",
+                f"each rank read its own {kind_of(self.given)}: the states need the same number of ranks",
+                fix="resume with the same number of ranks",
             )
         return {"generators": self._began, **(state or {}), "further": further}
 
@@ -441,8 +441,8 @@ class StreamSource(Source):
         if first_rank:
             warnings.warn(
                 f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, {count} batches were read and"
-                f" thrown away in {time.monotonic() - began:.1f} s. With state_dict() and load_state_dict(state) on"
-                f" {self._owner()} it continues at once",
+                f" discarded in {time.monotonic() - began:.1f} s. With state_dict() and load_state_dict(state) on"
+                f" {self._owner()} a resume does not read them",
                 stacklevel=2,
             )
 

@@ -123,12 +123,12 @@ if sys.platform != "win32":
                 if started:
                     return process
                 warnings.warn(
-                    f"a loader's worker did not begin within {patience:.0f} s of its fork, as one that waits for a "
-                    "lock of a thread that it does not have; it was ended, and another one is forked",
+                    f"a worker of the loader did not start within {patience:.0f} s of its fork. It may wait for "
+                    "a lock that another thread held at the fork; it was terminated, and another one is forked",
                     stacklevel=2,
                 )
             raise LaunchError(
-                "a loader's worker does not begin",
+                "a worker of the loader does not start",
                 found=f"{len(_PATIENCE)} forks of this process that did not reach their first line, the last one "
                 f"within {_PATIENCE[-1]:.0f} s",
                 fix='pass multiprocessing_context="forkserver" to the DataLoader: such workers copy no locks',

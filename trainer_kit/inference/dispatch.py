@@ -212,7 +212,7 @@ def _check_content(moves: list[_Move]) -> None:
     if lost:
         raise StrategyError(
             f"{first_names(lost)} have no values: they are on the meta device",
-            found="no file that has them was named",
+            found="no file with their values was given",
             fix="use load_checkpoint_and_dispatch, or give the directory of a checkpoint as offload_dir",
         )
     for move in moves:
@@ -231,7 +231,7 @@ def _write(to_disk: list[Tied], offload_dir: Any) -> OnDisk | None:
         return None
     if offload_dir is None:
         raise StrategyError(
-            f"{first_names([tied.slots[0].name for tied in to_disk])} go to disk, and there is no directory for them",
+            f"{first_names([tied.slots[0].name for tied in to_disk])} go to disk, but no directory is given",
             fix="pass offload_dir (offload_folder where a checkpoint is loaded)",
         )
     return write_weights(offload_dir, {tied.slots[0].name: tied.tensor.detach() for tied in to_disk})
@@ -416,10 +416,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict
         raise StrategyError(
             f"the device map has no device for {first_names(missing) or 'anything'}",
             found=f"devices for {first_names(list(found)) or 'nothing'}",
-            fix=f"name every module, or those that hold them, or '' for the rest{hint}",
+            fix=f"list every module or one of its parents, or '' for the rest{hint}",
         )
     if unknown:
-        warnings.warn(f"the device map names what the model does not have: {first_names(unknown)}{hint}", stacklevel=4)
+        warnings.warn(f"the device map has names that are not in the model: {first_names(unknown)}{hint}", stacklevel=4)
     return found
 
 

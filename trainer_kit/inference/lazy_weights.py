@@ -110,7 +110,7 @@ class OnDisk(Lazy):
                 raise CheckpointError(
                     self.root / file,
                     None,
-                    "it was written again while a model reads its weights from it",
+                    "it was overwritten while a model reads its weights from it",
                     fix="write checkpoints to new paths, and load the model again",
                 )
 
@@ -188,7 +188,7 @@ def _indexed(index: Path) -> OnDisk | dict[str, Tensor]:
         weights |= map_weights(index.parent / name)
     for name, file in places.items():
         if name not in weights:
-            raise CheckpointError(index.parent / file, name, f"{index.name} names it here, and it is not here")
+            raise CheckpointError(index.parent / file, name, f"{index.name} lists it, but it does not exist")
     return weights
 
 

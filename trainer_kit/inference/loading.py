@@ -352,7 +352,7 @@ def _refuse_two(entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpo
                 raise CheckpointError(
                     checkpoint,
                     other,
-                    f"it differs from {entry.name!r}, and in the model both are one tensor",
+                    f"it differs from {entry.name!r}, but in the model both are one tensor",
                     fix="build the model without this tie (transformers: tie_word_embeddings=False), "
                     "or remove the unused tensor from the checkpoint",
                 )

@@ -150,9 +150,9 @@ class LayerHooks:
             if not tensor.rests_in(module, key):
                 where = repr(self.name) if self.name else "the model"
                 raise StrategyError(
-                    f"{key!r} of {where} was replaced after the model was spread",
-                    found="another tensor than the one whose values are elsewhere",
-                    fix="call dispatch_model again: it takes what is there now",
+                    f"{key!r} of {where} was replaced after the model was dispatched",
+                    found="a tensor other than the offloaded one",
+                    fix="call dispatch_model again: it uses the present tensors",
                 )
         missing: dict[int, tuple[OnDisk, list[str]]] = {}
         for _, _, tensor in self.slots:
@@ -252,7 +252,7 @@ class ModelHooks:
     def refuse_move(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces a module's ``_apply``, which ``to``, ``cuda``, ``half`` and similar methods call."""
         raise StrategyError(
-            "a model that is spread over devices is not moved or cast as a whole",
+            "a dispatched model cannot be moved or cast as a whole",
             found=self.where,
             fix='call dispatch_model with another device map, such as {"": "cpu"}; or load it with dtype=',
         )
@@ -260,7 +260,7 @@ class ModelHooks:
     def refuse_loading(self, *args: Any, **kwargs: Any) -> None:
         """Refuse ``load_state_dict``, whose values would be lost."""
         raise StrategyError(
-            "load_state_dict cannot reach weights that are on disk",
+            "load_state_dict cannot change weights that are offloaded to disk",
             found=self.where,
             fix="use load_checkpoint_and_dispatch with the other checkpoint, on a new model",
         )

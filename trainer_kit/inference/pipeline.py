@@ -65,7 +65,7 @@ def prepare_pippy(
     device = pick_device("cpu" if on_cpu else "auto", here.local_rank)
     chunks = here.world_size if num_chunks is None else num_chunks
     if chunks < 1:
-        raise StrategyError("a batch has one part at least", found=f"num_chunks={num_chunks}")
+        raise StrategyError("num_chunks must be at least 1", found=f"num_chunks={num_chunks}")
     if here.world_size == 1:
         return model.to(device)
     _untie(model)
@@ -108,7 +108,7 @@ def _sizes(inputs: Any, chunks: int) -> list[int]:
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         if chunks > 1:
-            raise StrategyError("there is no batch to divide", found="no tensor among the inputs", fix="num_chunks=1")
+            raise StrategyError("there is no batch to split", found="no tensor among the inputs", fix="num_chunks=1")
         return [0]
     return [len(part) for part in torch.arange(len(tensors[0])).tensor_split(chunks) if len(part)] or [0]
 
@@ -143,9 +143,9 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
         else:
             shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
             raise StrategyError(
-                "the outputs of the parts of a batch cannot be put together",
+                "the outputs of the chunks cannot be concatenated",
                 found=f"{shapes} for parts of {list(sizes)} samples",
-                fix="return what has an entry a sample (no loss, use_cache=False), or num_chunks=1",
+                fix="return outputs with one entry per sample (no loss, use_cache=False), or num_chunks=1",
             )
     return tree_unflatten(made, flat[0][1])
 
@@ -172,7 +172,7 @@ def _refuse_inside(model: nn.Module, container: str, classes: Sequence[str]) -> 
     for name, part in model.named_modules():
         if type(part).__name__ in classes and (f"{container}.".startswith(f"{name}.") or not name):
             raise StrategyError(
-                f"{type(part).__name__} is to stay on one process, and its blocks are what is divided",
+                f"{type(part).__name__} must stay on one process, but contains the blocks to split",
                 found=f"{container or type(model).__name__}, no_split_module_classes={list(classes)}",
                 fix="name the class of the blocks, or give split_points",
             )

@@ -61,7 +61,7 @@ class BnbQuantizationConfig:
     def __post_init__(self) -> None:
         if self.load_in_4bit == self.load_in_8bit:
             raise PrecisionError(
-                "a model is quantised to 4 or to 8 bits",
+                "choose either 4-bit or 8-bit quantisation",
                 found=f"load_in_4bit={self.load_in_4bit}, load_in_8bit={self.load_in_8bit}",
                 fix="pass one of the two as True",
             )
@@ -70,7 +70,9 @@ class BnbQuantizationConfig:
                 f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is no type", fix='use "nf4" or "fp4"'
             )
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
-            raise PrecisionError("llm_int8_threshold is for 8 bits", fix="leave it out, or pass load_in_8bit=True")
+            raise PrecisionError(
+                "llm_int8_threshold applies to 8-bit quantisation only", fix="leave it out, or pass load_in_8bit=True"
+            )
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         rest = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
         self.torch_dtype = rest if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)

@@ -124,7 +124,7 @@ def run_agent(
     """
     here = Environment.detect()
     if here.launched:
-        raise LaunchError("a rank does not start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
+        raise LaunchError("a rank cannot start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
     options, words = rerun_command()
     os.chdir(START_DIRECTORY)
     run_ranks(

@@ -70,7 +70,9 @@ class Machines:
     ) -> None:
         if not 0 <= rank < count:
             raise LaunchError(
-                "this machine is none of them", found=f"machine_rank={rank}, num_machines={count}", fix="count from 0"
+                "the rank of this machine is out of range",
+                found=f"machine_rank={rank}, num_machines={count}",
+                fix="count from 0",
             )
         self.count, self.rank, self.address, self.port, self.timeout = count, rank, address, port, timeout
         self.gone: list[int] = []
@@ -94,7 +96,7 @@ class Machines:
             self._wait_until(self._can_connect, f"machine 0 at {self.address}:{self.port}")
             control = SignedStore(join_store(self.address, self.port))
         if not control.first(f"places/{self.rank}"):
-            raise LaunchError("two machines have the same place", found=f"machine_rank={self.rank} twice")
+            raise LaunchError("two machines have the same rank", found=f"machine_rank={self.rank} twice")
         control.set(f"here/{self.rank}", json.dumps(dict(about)))
         self._control = control
         for other in range(self.count) if self.rank == 0 else (0,):
@@ -107,7 +109,7 @@ class Machines:
             differing = [name for name in about if theirs.get(name) != about[name]]
             if differing:
                 raise LaunchError(
-                    "the machines were not started alike",
+                    "the machines were started with different options",
                     found="; ".join(
                         f"{name}={about[name]} on machine {self.rank}, {theirs.get(name)} on machine {other}"
                         for name in differing
@@ -214,7 +216,7 @@ class Machines:
             waited = time.monotonic() - begun
             if waited > self.timeout:
                 raise LaunchError(
-                    "not all machines came",
+                    "not all machines have connected",
                     found=f"waited {self.timeout:.0f} s for {awaited}",
                     fix="start every machine with the same address and port and its own machine_rank",
                 )

@@ -403,6 +403,6 @@ def _only_one(level: Mapping[str, Chosen], words: Iterable[str]) -> None:
     several = list(words)
     if len(several) > 1:
         raise ConfigurationError(
-            "one kind of run at a time",
+            "only one kind of run can be chosen",
             found=", ".join(f"{word}={level[word].value} ({level[word].origin})" for word in several),
         )

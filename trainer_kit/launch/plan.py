@@ -92,7 +92,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     on_devices = bool(options["multi_gpu"]) or (options["distributed_type"] or "").startswith("MULTI_")
     if on_devices and not cpu and not accelerated:
         raise options.wrong(
-            "there is no accelerator on this machine", several, fix="add --cpu, or choose another configuration"
+            "this machine has no accelerator", several, fix="add --cpu, or choose another configuration"
         )
     ids = _gpu_ids(options) if accelerated else None
     devices = 1 if not accelerated else available_devices() if ids is None else len(ids)
@@ -108,7 +108,7 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
         )
     if around is not None and around != total and here.local_world_size > 1:
         raise ConfigurationError(
-            "the launcher around this one starts another number of processes",
+            "the outer launcher starts a different number of processes",
             found=f"{around} ({here.source}), {options.describe('num_processes')}",
             fix="start one task on each machine, or as many as --num_processes",
         )
@@ -162,7 +162,7 @@ def _on_xla(options: Resolved) -> Plan:
 
 def _pod(options: Resolved, name: str) -> ConfigurationError:
     return options.wrong(
-        "the machines of a TPU pod are not started from here, and do not train together yet",
+        "TPU pods are not supported yet",
         name,
         fix="tpu_use_cluster: false and num_machines: 1, on one machine",
     )
@@ -176,7 +176,9 @@ def _machines(options: Resolved, here: Environment) -> Machines:
     count, rank, address = options["num_machines"], options["machine_rank"], options["main_process_ip"]
     port = options["main_process_port"]
     if not 0 <= rank < count:
-        raise options.wrong("this machine is none of them", "machine_rank", "num_machines", fix="machines count from 0")
+        raise options.wrong(
+            "the rank of this machine is out of range", "machine_rank", "num_machines", fix="machines count from 0"
+        )
     if count == 1:
         return Machines(port=port or 0)
     if not options.given("main_process_ip"):
@@ -204,7 +206,7 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     total = options["num_processes"]
     if total == -1 and options.file is not None:
         raise options.wrong(
-            "this configuration leaves the number of processes open", "num_processes", fix="add --num_processes"
+            "this configuration does not set the number of processes", "num_processes", fix="add --num_processes"
         )
     single = options["distributed_type"] == "NO"
     if total is None:
@@ -213,14 +215,14 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
         total = each * num_machines if launched is None else max(launched, each * num_machines)
     elif single and total > 1 and not options.origin("num_processes").startswith("flag"):
         raise options.wrong(
-            "one process is not several",
+            "one process cannot be distributed",
             "distributed_type",
             "num_processes",
             fix="set MULTI_CPU or MULTI_GPU, or num_processes: 1",
         )
     if total < 1 or total % num_machines:
         raise ConfigurationError(
-            "every machine starts equally many processes",
+            "every machine must start the same number of processes",
             found=f"{options.describe('num_processes')}, num_machines={num_machines}",
             fix="num_processes counts the processes of all machines together",
         )
@@ -337,7 +339,7 @@ def _refuse(options: Resolved) -> None:
             )
     if parallel and options["distributed_type"] in ("DEEPSPEED", "MEGATRON_LM"):
         raise options.wrong(
-            "an engine of its own cannot divide a mesh",
+            "this engine does not support a device mesh",
             "distributed_type",
             parallel[0],
             fix="leave parallelism_config out, or set FSDP, MULTI_GPU or MULTI_CPU",
@@ -347,11 +349,11 @@ def _refuse(options: Resolved) -> None:
         raise _pod(options, "tpu_use_cluster")
     divided = [name for name in parallel if name != "parallelism_config_dp_replicate_size"]
     if options["use_ddp"] and divided:
-        raise options.wrong("one kind of run at a time", "use_ddp", divided[0])
+        raise options.wrong("only one kind of run can be chosen", "use_ddp", divided[0])
     wants_mesh = options["use_parallelism_config"]
     if wants_mesh is not None and wants_mesh != bool(parallel):
         raise options.wrong(
-            "a parallelism_config is one with an axis above 1",
+            "a parallelism_config needs an axis above 1",
             "use_parallelism_config",
             *parallel,
             fix="--parallelism_config_tp_size 2, or another _size; or leave use_parallelism_config out",

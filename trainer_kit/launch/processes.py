@@ -75,7 +75,7 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
     """
     here = Environment.detect()
     if here.launched:
-        raise LaunchError("a rank does not start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
+        raise LaunchError("a rank cannot start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
     method = "fork" if start_method == "auto" else start_method
@@ -121,7 +121,7 @@ def _check_fork() -> None:
     initialised = getattr(torch.get_device_module(device), "is_initialized", None)
     if initialised is not None and initialised():
         raise LaunchError(
-            "ranks cannot be forked any more",
+            "ranks can no longer be forked",
             found=f"this process has used the {device.type} device, which does not survive a fork",
             fix="restart the notebook's kernel and start training before anything else touches the device",
         )
@@ -132,7 +132,7 @@ def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
         pickle.dumps(fn)
     except Exception as error:
         raise LaunchError(
-            f"the function cannot be sent to a process started by {method}",
+            f"the function cannot be pickled for a process started by {method}",
             found=f"{type(error).__name__}: {error}",
             fix='define it at the top of a module, or use start_method="fork"',
         ) from None

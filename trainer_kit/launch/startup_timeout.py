@@ -205,9 +205,9 @@ def _await(
                 raise  # not a timeout
             if last:
                 raise LaunchError(
-                    "not every process has come",
+                    "not every process has connected",
                     found=f"after {waited:.0f} s without {missing()}",
-                    fix="look at their output, and at how many were started; timeout= of the strategy sets the limit",
+                    fix="check their output and how many were started; timeout= of the strategy sets the limit",
                 ) from error
         if prints():
             print(f"waiting for {missing()}: not there after {waited:.0f} s", file=sys.stderr, flush=True)

@@ -75,9 +75,9 @@ class Entry:
             raise LogError(f"{name!r} has no steps in {hook}", found="on_step=True", fix="log it with on_epoch=True")
         if not self.on_step and not self.on_epoch:
             raise LogError(
-                f"{name!r} would never be seen",
+                f"{name!r} would never be shown or logged",
                 found=f"neither on_step nor on_epoch in {hook}",
-                fix="pass one of them as True",
+                fix="pass on_step=True or on_epoch=True",
             )
         self.prog_bar: bool = prog_bar
         self.to_logger: bool = logger is not False
@@ -325,7 +325,7 @@ def _place(metric: Any, module: nn.Module | None) -> str | None:
     place = place_of(metric, module)
     if place is None:
         raise LogError(
-            "a metric object that only some ranks have a batch for must be found on the others",
+            "a metric object was logged on some ranks only, and the others cannot find it",
             found=f"a {type(metric).__name__} that is no submodule of the module",
             fix="keep it as an attribute of the module (self.metric = ...)",
         )

@@ -332,7 +332,7 @@ class Metrics:
         if place is None and id(entry.metric) not in self._homeless:
             self._homeless.add(id(entry.metric))
             warnings.warn(
-                f"what {entry.name!r} has counted is in no checkpoint taken inside an epoch: keep its"
+                f"the counts of {entry.name!r} are not saved in checkpoints inside an epoch: keep its"
                 f" {type(entry.metric).__name__} as an attribute of the module",
                 stacklevel=2,
             )
@@ -378,9 +378,9 @@ def _host_number(name: str, value: Any) -> float:
     raise LogError(
         f"{name!r} is not a number",
         found=f"{type(value).__name__}: {printable(repr(value), 80)}",
-        fix="log one number a name; text goes to self.print(...) or to a logger's own methods"
+        fix="log one number per name; text goes to self.print(...) or to a logger's own methods"
         if text
-        else "log one number a name, or use log_dict",
+        else "log one number per name, or use log_dict",
     )
 
 

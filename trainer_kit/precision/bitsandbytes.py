@@ -82,7 +82,7 @@ class BitsandbytesPrecision(ConvertedPrecision):
         if not wanted and not any(isinstance(part, (_Frozen, _OnTheFly)) for part in module.modules()):
             kind = "trainable" if trains else "frozen"
             raise PrecisionError(
-                f"precision {self.mode!r} found nothing to quantise: no linear layer is {kind}",
+                f"precision {self.mode!r} found no layer to quantise: no linear layer is {kind}",
                 found=f"{len(linear)} linear layers" + (f", such as {next(iter(linear))!r}" if linear else ""),
                 fix="train some" if trains else "freeze the base, module.requires_grad_(False), before adding adapters",
             )
@@ -140,7 +140,7 @@ class _Frozen(nn.Linear, ABC):
         saved = _saved_mode(state_dict, prefix)
         if saved not in (None, self.mode):
             raise PrecisionError(
-                "the weights of a checkpoint were quantised in another way",
+                "the checkpoint was quantised with another mode",
                 found=f"{prefix}weight: {saved!r}, and this module has {self.mode!r}",
                 fix=f"precision={saved!r}, or a checkpoint of floats",
             )

@@ -153,7 +153,7 @@ def refuse_shared(module: nn.Module, layers: Mapping[str, nn.Module], name: str)
         shared = owners.get(id(layer.weight), [])
         if len(shared) > 1:
             raise PrecisionError(
-                f"{name} would separate weights that are shared",
+                f"{name} would split shared weights",
                 found=" and ".join(shared),
                 fix=f"exceptions=[{path!r}]",
             )

@@ -101,9 +101,9 @@ def excepted(
     if unused:
         names = [name for name, _ in module.named_modules() if name]
         raise PrecisionError(
-            f"no module is called {sorted(unused)[0]!r}",
+            f"there is no module named {sorted(unused)[0]!r}",
             found=f"exceptions={sorted(exceptions)}; modules: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}",
-            fix="write a name as named_modules() has it, a class name, or a pattern such as '*norm*'",
+            fix="use a name from named_modules(), a class name, or a pattern such as '*norm*'",
         )
 
 
@@ -123,7 +123,7 @@ def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
             raise PrecisionError(
                 "a weight that two modules share cannot have two dtypes",
                 found=f"{other} and {path}",
-                fix="make both exceptions, or neither",
+                fix="make both modules exceptions, or neither",
             )
 
 

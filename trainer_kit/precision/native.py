@@ -236,9 +236,9 @@ class MixedPrecision(NativePrecision):
         if device.type != self.device_type:
             if not self._any_device:
                 raise PrecisionError(
-                    "autocast was asked for on another device than the run's",
+                    "autocast is configured for another device than that of the run",
                     found=f"device_type={self.device_type!r}, and the run is on {device.type!r}",
-                    fix="leave device_type out, or choose the accelerator of that name",
+                    fix="leave device_type out, or use that device as accelerator",
                 )
             self.device_type = device.type
             if self.scales and not self._own_scaler:
@@ -496,9 +496,9 @@ def refuse_layers(module: nn.Module, name: str, options: str | None = None) -> N
         was = part.__dict__.get(_LAYERS)
         if was is not None and was != (name, options):
             raise PrecisionError(
-                "an earlier precision exchanged layers of this module, and they stay",
+                "an earlier precision replaced layers of this module permanently",
                 found=f"{was[0]!r}, and now {name!r}" + (" with other options" if was[0] == name else ""),
-                fix="build the module again, and load its weights; or keep the precision that it has",
+                fix="build the module again, and load its weights; or keep the earlier precision",
             )
 
 
@@ -516,7 +516,7 @@ def _refuse_cast(module: nn.Module, name: str) -> None:
         dtype = part.__dict__.get(_CAST)
         if dtype is not None and any(parameter.dtype is dtype for parameter in part.parameters()):
             raise PrecisionError(
-                "an earlier precision cast the weights of this module, and they stay so",
+                "an earlier precision cast the weights of this module permanently",
                 found=f"{dtype}, and now {name!r}",
                 fix="build the module again, and load its weights; or call module.float() first",
             )

@@ -72,7 +72,7 @@ class Float8Precision(ConvertedPrecision):
         """Try one product: each release of torch adds devices, and offers no list of them."""
         if self.config.enable_fsdp_float8_all_gather:
             raise PrecisionError(
-                "weights that FSDP gathers in float8 are not trained here",
+                "FSDP's all-gather in float8 is not supported",
                 found="enable_fsdp_float8_all_gather: torchao puts other parameters in their place, which an optimizer"
                 " that exists does not step and a checkpoint cannot hold",
                 fix="leave it out: weights are gathered as they are stored",
@@ -85,9 +85,9 @@ class Float8Precision(ConvertedPrecision):
             torch._scaled_mm(sixteen, sixteen.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
         except (RuntimeError, NotImplementedError) as error:
             raise PrecisionError(
-                f"a device of type {device.type!r} here has no float8 matrix product",
+                f"a device of type {device.type!r} here does not support float8 matrix products",
                 found=str(error).splitlines()[0],
-                fix='precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower and gives its results',
+                fix='precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower, with the same results',
             ) from error
 
     def options(self) -> str:
@@ -104,7 +104,7 @@ class Float8Precision(ConvertedPrecision):
         from torchao.float8.float8_linear import Float8Linear
 
         if isinstance(module, nn.Linear):
-            raise PrecisionError("a module that is one linear layer cannot be exchanged", fix="put it into another one")
+            raise PrecisionError("a module that is a single linear layer cannot be replaced", fix="wrap it in a module")
         # Subclasses have another forward, and torch's attention never calls its linear layer.
         linear: dict[str, Any] = {
             name: part for name, part in module.named_modules() if type(part) in (nn.Linear, Float8Linear)
@@ -120,7 +120,7 @@ class Float8Precision(ConvertedPrecision):
         odd = [f"{n} ({linear[n].out_features}×{linear[n].in_features})" for n in sorted(wanted) if _odd(linear[n])]
         if odd:
             raise PrecisionError(
-                f"float8 products take weights whose sizes are multiples of {_MULTIPLE}",
+                f"float8 matrix products need weight sizes that are multiples of {_MULTIPLE}",
                 found=", ".join(odd[:8]),
                 fix=f"exceptions={[one.split(' ')[0] for one in odd]}, or sizes that are",
             )
@@ -174,7 +174,7 @@ class QATPrecision(ConvertedPrecision):
         """Exchange linear layers for torchao's fake-quantised layers; parameters stay the same objects.
 
         Raises:
-            PrecisionError: torchao cannot prepare this model.
+            PrecisionError: torchao failed to convert this model.
         """
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
@@ -184,7 +184,7 @@ class QATPrecision(ConvertedPrecision):
             quantize_(module, QATConfig(self.config, step="prepare"), filter_fn=lambda _, name: name in wanted)
         except (AssertionError, ValueError) as error:
             raise PrecisionError(
-                "torchao cannot prepare this model", found=str(error), fix="another config, or exceptions=[...]"
+                "torchao failed to convert this model", found=str(error), fix="another config, or exceptions=[...]"
             ) from error
 
     def export(self, module: nn.Module) -> nn.Module:

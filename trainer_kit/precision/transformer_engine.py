@@ -72,7 +72,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         available, reason = answer if isinstance(answer, tuple) else (answer, "")
         if not available:
             raise PrecisionError(
-                "this GPU has no fp8 for Transformer Engine", found=str(reason), fix='precision="bf16-mixed"'
+                "Transformer Engine does not support fp8 on this GPU", found=str(reason), fix='precision="bf16-mixed"'
             )
 
     def options(self) -> str:
@@ -94,7 +94,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
         odd = [name for name, part in wanted.items() if isinstance(part, nn.Linear) and _odd(part)]
         if odd:
             raise PrecisionError(
-                f"Transformer Engine takes in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
+                f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
                 found=", ".join(f"{n} ({wanted[n].in_features} to {wanted[n].out_features})" for n in odd[:8]),
                 fix=f"exceptions={odd}, or sizes that are",
             )

@@ -314,7 +314,7 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
         if differs is None:
             restore_rng(state["rng"][rank], run.strategy.device)
         else:
-            run.say(f"resuming {differs}: random layers draw other numbers")
+            run.say(f"resuming {differs}: random layers draw different numbers")
     with fitting("buffers"):
         if "buffers" in state and differs is None:
             run.module.load_state_dict(state["buffers"][rank], strict=False)
@@ -389,15 +389,15 @@ def _convert_position(run: Fit, then: Sequence[Sequence[Any]] | None, global_bat
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"a place inside an epoch of batches of {_named(was)} is none of batches of {_named(now)}",
-            fix="resume with as many ranks and samples a batch, or from an epoch's end",
+            f"a position in batches of {_named(was)} cannot be converted to batches of {_named(now)}",
+            fix="resume with the same number of ranks and samples per batch, or from the end of an epoch",
         )
     if rest:
         raise CheckpointError(
             "progress",
             "epoch_batch",
-            f"{progress.epoch_batch} batches of {_named(was)} are no whole number of batches of {_named(now)}",
-            fix="resume with as many ranks and samples a batch, from an epoch's end, or use global_batch_size",
+            f"{progress.epoch_batch} batches of {_named(was)} are not a whole number of batches of {_named(now)}",
+            fix="resume with the same number of ranks and samples per batch, or use global_batch_size",
         )
     keeps = "" if global_batch_size or units[0] != "samples" else "; global_batch_size= keeps what a step is made of"
     run.say(

@@ -117,7 +117,7 @@ def restore_optimizer(
         raise CheckpointError(
             "optimizer_states",
             _CLASS,
-            f"it holds the state of {was}, and this run's optimizer is {kind}",
+            f"it holds the state of {was}, but the optimizer of this run is {kind}",
             fix=f"configure {was}, or start a new run from the weights alone",
         )
     if len(saved["param_groups"]) != len(optimizer.param_groups):
@@ -165,7 +165,7 @@ def _check_positions(strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], 
             "optimizer_states",
             None,
             f"an imported file names no parameters, and {strategy.name} divides them among ranks",
-            fix='continue it for a step with strategy="ddp" or on one device, and resume from what that run saves',
+            fix='train one step with strategy="ddp" or on one device, save a checkpoint, and resume from that',
         )
     if then != now:
         raise CheckpointError(

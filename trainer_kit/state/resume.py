@@ -168,8 +168,8 @@ class Search:
             raise CheckpointError(
                 problem.file,
                 problem.key,
-                f"{problem.reason}; there is no sound checkpoint in {path.parent}",
-                fix="pass the ckpt_path of another one, or leave ckpt_path out to start a new run",
+                f"{problem.reason}; there is no intact checkpoint in {path.parent}",
+                fix="pass another ckpt_path, or leave it out to start a new run",
             )
         chosen = max(sound, key=lambda item: item[:2], default=(False, 0, None))[2]
         for path, problem in rejected:
@@ -253,7 +253,7 @@ def read_rest(
 
 def _with_weights(path: Location, state: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(state.get("model"), dict):
-        raise CheckpointError(path, "model", "there are no weights in this checkpoint")
+        raise CheckpointError(path, "model", "this checkpoint holds no weights")
     state["state_dict"] = state.pop("model")
     return state
 
@@ -264,8 +264,8 @@ def holds_weights(path: Location | None) -> CheckpointError:
     if path is not None and path.name.endswith(".ckpt") and not path.is_dir():
         target = str(path).removesuffix(".ckpt")
         fix = f'if Lightning wrote it: trainer-kit checkpoint import {path}, and ckpt_path="{target}"; or {fix}'
-        return CheckpointError(path, None, "a file of weights; a run resumes from a checkpoint directory", fix=fix)
-    return CheckpointError(path, None, "holds weights, not a run", fix=fix)
+        return CheckpointError(path, None, "a file of weights cannot be resumed; pass a checkpoint directory", fix=fix)
+    return CheckpointError(path, None, "holds only weights, and cannot be resumed", fix=fix)
 
 
 def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> None:

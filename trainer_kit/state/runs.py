@@ -321,7 +321,7 @@ class RunFiles:
         _EXECUTION.chosen = _EXECUTION.chosen or self.continued is not None or self.resume == "auto"
         discard_torn(self.directory / RUN)
         if not write_record(record):
-            self.say(f'{self.directory / RUN} is not ours: resume="auto" will not know of this run')
+            self.say(f'{self.directory / RUN} was not written by trainer_kit: resume="auto" will not find this run')
             return
         typed_in = not record.script or multiprocessing.parent_process() is not None
 
@@ -441,7 +441,7 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         newest = max(unknown, key=lambda one: one.created)
         why = problems.get(Path(str(place)).parent) or next(iter(problems.values()), f"no {RUN} knows their run")
         raise ConfigurationError(
-            f"it is not known which run the checkpoints in {place} belong to",
+            f"the checkpoints in {place} belong to an unknown run",
             found=f"{why}; the newest checkpoint there is of step {newest.step}",
             fix=f"to continue from it, call fit(..., ckpt_path={str(newest.path)!r}); to start a new run, move"
             " these files away or choose another default_root_dir=",

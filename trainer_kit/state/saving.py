@@ -243,7 +243,7 @@ class _Writing:
                 raise
             # A rank was too slow, or died: then the next collective call of training raises.
             late = TimeoutError(errno.ETIMEDOUT, str(error))
-            raise CheckpointError(path, None, "a rank did not answer in time: its storage is slow") from late
+            raise CheckpointError(path, None, "a rank did not answer in time; its storage may be slow") from late
 
     def is_finite(self, snapshot: Any) -> bool:
         if not self.together:

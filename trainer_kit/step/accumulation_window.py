@@ -241,7 +241,11 @@ class WindowLoader:
         if not self.weighting:
             return None if len(weights) == 1 else [1 / len(weights)] * len(weights)
         if total <= 0:
-            raise DataError("a window weighs nothing", found=f"weights {weights}", fix="loss_weight must be positive")
+            raise DataError(
+                "the weights of an accumulation window sum to zero",
+                found=f"weights {weights}",
+                fix="loss_weight must be positive",
+            )
         factors = [weight * self.divisor / total for weight in weights]
         return None if all(factor == 1.0 for factor in factors) else factors
 

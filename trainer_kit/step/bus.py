@@ -47,7 +47,7 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
     for key in keys:
         if keys.count(key) > 1:
             first = next(callback for callback in chosen if callback.state_key == key)
-            raise ConfigurationError(f"two callbacks keep their state under {key!r}", fix=first.duplicate_key_fix)
+            raise ConfigurationError(f"two callbacks have the same state key {key!r}", fix=first.duplicate_key_fix)
     return sorted(chosen, key=lambda callback: _ORDER[callback.order])
 
 

@@ -60,7 +60,7 @@ def exit_agreement(bus: Bus, world: Group) -> Callable[[bool, bool], bool] | Non
             raise RankError(
                 "on_train_batch_start returned -1 on some ranks only",
                 found=f"on rank {', '.join(map(str, leaving))}, and not on rank {', '.join(map(str, staying))}",
-                fix="decide by what all ranks share: a step, or a value that was logged with sync_dist=True",
+                fix="decide by a value that all ranks share: a step, or one logged with sync_dist=True",
             )
         return bool(leaving)
 

@@ -105,9 +105,9 @@ def _call(module: TrainModule) -> Any:
 def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
     frozen = sum(not parameter.requires_grad for parameter in module.parameters())
     return ConfigurationError(
-        f"{optimizer} of {type(module).__name__}.configure_optimizers has no parameters to train",
+        f"{optimizer} of {type(module).__name__}.configure_optimizers received no parameters that require a gradient",
         found=f"{type(module).__name__} has {sum(1 for _ in module.parameters())} parameters, {frozen} of them frozen",
-        fix="pass it self.parameters(); layers in a plain list or dict belong into nn.ModuleList or nn.ModuleDict",
+        fix="pass it self.parameters(); layers in a plain list or dict must be in nn.ModuleList or nn.ModuleDict",
     )
 
 
@@ -130,13 +130,13 @@ def check_parameters(made: Optimizers, module: TrainModule, strategy: Strategy, 
         name, owner = type(optimizer).__name__, type(module).__name__
         if own and others == len(own):
             raise ConfigurationError(
-                f"{name} steps parameters that are not {owner}'s",
+                f"{name} updates parameters that do not belong to {owner}",
                 found=f"{others} parameters, of which {owner} has none",
                 fix="make it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
                 " plain list or dict, have other parameters",
             )
         if others:
-            say(f"{others} of {len(own)} parameters of {name} are not {owner}'s: no checkpoint holds their values")
+            say(f"{others} of {len(own)} parameters of {name} are not {owner}'s: checkpoints do not hold their values")
 
 
 def _read(given: Any, module: TrainModule) -> Optimizers:
@@ -178,7 +178,7 @@ def _one(value: Any, where: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
         config.monitor = config.monitor or value.get("monitor")
         return optimizer, [config]
     raise ConfigurationError(
-        f"{where} is no optimizer",
+        f"{where} is not an optimizer",
         found=type(value).__name__,
         fix="return an optimizer, a list, or a dict with 'optimizer'",
     )

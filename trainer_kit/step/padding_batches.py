@@ -66,7 +66,7 @@ class PaddingBatches:
         """
         micro = self._micro
         if micro.earlier is None:
-            raise DataError("no rank has a batch", fix="give the loader data")
+            raise DataError("the loader is empty on all ranks", fix="pass a loader that has at least one batch")
         kept = micro.factors, micro.loss, micro.losses
         micro.factors, micro.losses = [0.0], []
         try:

@@ -104,7 +104,7 @@ class SplitBatches:
                 )
             self._state.parts *= 2
             self._say(
-                f"out of memory at step {micro.started + 1}: the step is repeated, and each batch runs in"
+                f"out of memory at step {micro.started + 1}: the step is repeated, and each batch is split into"
                 f" {self._state.parts} parts from here on"
             )
         self._strategy.exchange_gradients()
@@ -237,9 +237,9 @@ class ReplayedSteps:
         mine = f"{self._strategy.device}: {'the loss and ' if loss else ''}{len(differ)} gradients, first {differ[:1]}"
         found = world.all_gather_object(mine)
         raise TrainerKitError(
-            f"step {step} gave other results when it ran again on rank {', '.join(map(str, ranks))}",
+            f"step {step} gave different results when it was repeated on rank {', '.join(map(str, ranks))}",
             found="; ".join(f"rank {rank} on {found[rank]}" for rank in ranks),
-            fix="test that device: it may be damaged. With kernels that are not deterministic results differ too: set"
+            fix="test that device: it may be damaged. Non-deterministic kernels differ too: set"
             " deterministic=True to tell",
         )
 

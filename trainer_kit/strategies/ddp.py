@@ -78,7 +78,9 @@ class DDPStrategy(Strategy):
     ) -> None:
         check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         if local_sgd is not None and static_graph:
-            raise StrategyError("a static graph is learned from exchanges, of which local SGD has none", found="both")
+            raise StrategyError(
+                "static_graph=True needs a gradient exchange in each step, and local SGD has none", found="both"
+            )
         self.device = torch.device(device)
         self.local_sgd = local_sgd
         self.sharded = self.per_rank_state = local_sgd is not None
@@ -163,7 +165,7 @@ class DDPStrategy(Strategy):
         """Move the module, and wrap it if it has trained parameters; broadcast rank 0's weights."""
         if self.local_sgd is not None:
             raise StrategyError(
-                "a loop of your own averages weights itself", fix="with LocalSGD(accelerator, model, 8)"
+                "local SGD of a strategy is not available in your own loop", fix="with LocalSGD(accelerator, model, 8)"
             )
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)

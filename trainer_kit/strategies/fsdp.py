@@ -157,7 +157,7 @@ class FSDPStrategy(Strategy):
             raise StrategyError("parameters are sharded over one axis, or two for replicas", found=f"{shape}")
         if places != self.world.size:
             found = f"device_mesh={shape} and {self.world.size} processes"
-            raise StrategyError("the mesh has another number of places than there are processes", found=found)
+            raise StrategyError("the size of the mesh differs from the number of processes", found=found)
         if not isinstance(shape, DeviceMesh):
             sizes, names, kind = tuple(shape), ("replicate", "shard")[-len(shape) :], self.device.type
             shape = once_a_world(
@@ -346,9 +346,9 @@ class FSDPStrategy(Strategy):
                     micro.backward(index, loss)
                 elif root is not None:
                     raise StrategyError(
-                        "training_step returned None, and every rank is needed for the backward of the others",
+                        "training_step returned None, and the backward of each rank needs all ranks",
                         found=f"rank {self.world.rank}",
-                        fix="return the loss times 0 to skip a batch, or use DDPStrategy",
+                        fix="return the loss multiplied by 0 to skip a batch, or use DDPStrategy",
                     )
                 micro.end(index)
         except BaseException:

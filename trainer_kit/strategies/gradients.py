@@ -84,7 +84,9 @@ def clip_parts(
         raise _unknown(algorithm)
     if not norm_type > 0:
         raise ConfigurationError(
-            "gradients that are divided are clipped by a p-norm", found=f"norm_type={norm_type}", fix="give p above 0"
+            "sharded gradients are clipped by a p-norm with p above 0",
+            found=f"norm_type={norm_type}",
+            fix="give p above 0",
         )
     norm = total_norm(gradients if counted is None else counted, norm_type)
     if stages is not None:  # one dtype for all: a stage may have no gradient

@@ -230,7 +230,7 @@ class MeshStrategy(Strategy):
         pp, divided = self.mesh["pp"].size(), self._plan_of(module).loss_parallel
         if divided or pp > 1:
             raise StrategyError(
-                "a loop of your own has no whole steps, around which this would be done",
+                "pipelines and loss parallelism need whole steps, which your own loop does not have",
                 found=f"pp={pp}, loss_parallel={divided}",
                 fix="train with a Trainer, or use pp=1 and loss_parallel=False; prepare_pippy runs inference in stages",
             )
@@ -511,7 +511,7 @@ class _StagedStrategy(Strategy):
             rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
             if not all(row[0] for row in rows):
                 raise StrategyError(
-                    "each rank of a pipeline needs something to train where gradients are scaled",
+                    "gradient scaling needs trainable parameters on each rank of a pipeline",
                     found=f"nothing on ranks {', '.join(str(rank) for rank, row in enumerate(rows) if not row[0])}",
                     fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
                 )
@@ -584,4 +584,4 @@ class _StagedStrategy(Strategy):
 
 
 def _not_with_stages(what: str, fix: str) -> StrategyError:
-    return StrategyError(f"{what} has no place in a pipeline", found="MeshStrategy(pp=...)", fix=fix)
+    return StrategyError(f"{what} is not supported in a pipeline", found="MeshStrategy(pp=...)", fix=fix)

@@ -67,10 +67,10 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
     """
     for axis, size in sizes.items():
         if size < 1 and size != -1:
-            raise StrategyError("an axis of a mesh has at least one place", found=f"{axis}={size}")
+            raise StrategyError("the size of a mesh axis is at least 1", found=f"{axis}={size}")
     if list(sizes.values()).count(-1) > 1:
         found = ", ".join(axis for axis, size in sizes.items() if size == -1)
-        raise StrategyError("one axis at most takes what the others leave", found=f"-1 for {found}")
+        raise StrategyError("at most one axis can be -1", found=f"-1 for {found}")
 
 
 def axes_in_words(sizes: Mapping[str, int]) -> str:
@@ -95,7 +95,7 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
     """
     if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
         raise StrategyError(
-            "fsdp= is for the data and context axes, and there is one rank along them",
+            "fsdp= needs more than one rank along the data and context axes",
             found=f"fsdp with {', '.join(fsdp)}, {axes_in_words(sizes)}",
             fix="leave fsdp= out, or launch more processes",
         )
@@ -105,7 +105,7 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
     ):
         if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
             found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
-            raise StrategyError(f"{option} has no place in this mesh", found=found, fix=fix)
+            raise StrategyError(f"{option} is not supported by this mesh", found=found, fix=fix)
 
 
 def data_mesh(mesh: DeviceMesh) -> DeviceMesh:

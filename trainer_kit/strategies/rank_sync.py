@@ -39,7 +39,7 @@ class InitialWeights:
         given: an earlier fit has placed all weights.
 
     Raises:
-        StrategyError: the first rank has no values either, or ranks have built different models.
+        StrategyError: the first rank has no values either, or the ranks built different models.
     """
 
     def __init__(self, module: nn.Module, group: Group, given: bool = False) -> None:
@@ -63,9 +63,9 @@ class InitialWeights:
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
         if empty:
             raise StrategyError(
-                "the weights to start from have no values",
+                "the initial weights have no values",
                 found=f"{', '.join(empty[:3])} on the meta device on rank 0",
-                fix='build layers in configure_model without torch.device("meta"): ranks that need none hold none',
+                fix='build layers in configure_model without torch.device("meta")',
             )
 
     def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
@@ -114,9 +114,9 @@ def _compare(mine: dict[str, str], group: Group) -> None:
     rank, theirs = next((rank, one) for rank, one in enumerate(others, 1) if one != first)
     name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
     raise StrategyError(
-        "ranks have built different models",
+        "the ranks built different models",
         found=f"{name}: {first.get(name, 'nothing')} on rank 0, {theirs.get(name, 'nothing')} on rank {rank}",
-        fix="build the same one everywhere: neither the rank nor its part of the data may decide on it",
+        fix="build the same model on every rank, regardless of the rank and its data",
     )
 
 

@@ -121,7 +121,7 @@ class Moved:
                     continue
                 if parameter in optimizer.state:
                     fix = "make the optimizer before its first step, or after prepare()"
-                    raise StrategyError("an optimizer has stepped parameters that were divided since", fix=fix)
+                    raise StrategyError("the optimizer was used before its parameters were sharded", fix=fix)
                 group["params"][index] = module.get_parameter(name)
         divided = any(hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"])
         if divided:
@@ -137,7 +137,7 @@ def refuse_whole(optimizer: Optimizer) -> None:
     reason = why_not_divided(optimizer)
     if reason is not None:
         fix = "train with DDP, or with an optimizer of torch"
-        raise StrategyError(f"{type(optimizer).__name__} cannot have divided parameters", found=reason, fix=fix)
+        raise StrategyError(f"{type(optimizer).__name__} does not support sharded parameters", found=reason, fix=fix)
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:

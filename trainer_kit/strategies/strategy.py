@@ -156,7 +156,7 @@ class Strategy(ABC):
             reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"`` or ``"max"``.
         """
         if group is not None:
-            raise StrategyError("reduce goes over all ranks", found="a group", fix="leave group out")
+            raise StrategyError("reduce always uses all ranks", found="a group", fix="leave group out")
         op = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
         if op not in ("mean", "sum", "min", "max"):
             raise StrategyError("unknown reduction", found=f"reduce_op={reduce_op!r}", fix="mean, sum, min or max")

@@ -74,13 +74,13 @@ def check_module(module: Any, stage: str) -> None:
         )
     if not isinstance(module, TrainModule):
         raise ConfigurationError(
-            "this is no TrainModule",
+            "this is not a TrainModule",
             found=type(module).__name__,
             fix="subclass trainer_kit.TrainModule (your model may be an attribute of it)",
         )
     if "_modules" not in vars(module):
         raise ConfigurationError(
-            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it before everything else"
+            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it first in __init__"
         )
     check_hooks(type(module), ModuleHooks, DataHooks)
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
@@ -213,8 +213,8 @@ def _forward_backward(
     inside = strategy.without_exchange()
     if replays is not None and (micro.manual or stepper.evaluates or asked is not None):
         raise ConfigurationError(
-            "ReplayCheck cannot run a step again here",
-            found="manual optimization, an optimizer that evaluates the loss again, or AutoMicroBatch",
+            "ReplayCheck cannot repeat a step of this run",
+            found="manual optimization, an optimizer that evaluates the loss several times, or AutoMicroBatch",
             fix="leave one of them out",
         )
     if replays is not None:
@@ -224,7 +224,7 @@ def _forward_backward(
     cannot = (
         "manual optimization"
         if micro.manual
-        else "an optimizer that evaluates the loss again, or several losses"
+        else "an optimizer that evaluates the loss several times, or several losses"
         if stepper.evaluates or stepper.several is not None
         else strategy.describe()
         if inside is None
@@ -234,7 +234,7 @@ def _forward_backward(
     )
     if cannot is not None or inside is None:
         raise ConfigurationError(
-            "AutoMicroBatch cannot repeat a step here",
+            "AutoMicroBatch cannot repeat a step of this run",
             found=cannot,
             fix="use smaller batches with accumulate_grad_batches=; one device and DDP can repeat a step",
         )
@@ -259,7 +259,7 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     )
     if cannot is not None:
         raise ConfigurationError(
-            f"NaNGuard cannot go back with {cannot}",
+            f"NaNGuard cannot undo a step with {cannot}",
             fix="leave it out: a loss that is not finite is an error without it",
         )
     # A rewind does not reset the checkpoint callbacks (their files stay), nor the guard's list of skipped steps.
@@ -375,7 +375,7 @@ def _is_manual(trainer: Session, module: Any) -> bool:
     clip, manual = trainer.settings.clip, not module.automatic_optimization
     if manual and (clip is not None or trainer.accumulation != 1):
         raise ConfigurationError(
-            "manual optimization clips and accumulates by itself",
+            "these arguments have no effect in manual optimization",
             found=f"gradient_clip_val={clip and clip[0]}, accumulate={trainer.accumulation}",
             fix="call self.clip_gradients(...) and step every n batches in training_step",
         )
@@ -396,7 +396,7 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     made = configure_optimizers(module, strategy)
     if not made.optimizers:
-        trainer.say("no optimizer: configure_optimizers returned None, so nothing will be stepped")
+        trainer.say("no optimizer: configure_optimizers returned None, so no parameters are updated")
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
@@ -419,7 +419,7 @@ def _recompute(module: nn.Module, policy: bool | Policy, strategy: Strategy) -> 
     chosen: Policy = None if policy is True else policy
     if not units(module, chosen):
         raise ConfigurationError(
-            "activation_checkpointing selects no block",
+            "activation_checkpointing matches no block",
             found=f"activation_checkpointing={policy!r}; {type(module).__name__} has no list or sequence that repeats a"
             " class with parameters"
             if policy is True
@@ -485,7 +485,7 @@ def _check_tokens(settings: Settings, module: Any) -> None:
         counts = is_overridden("loss_weight", module, TrainModule) and settings.loss_weighting
         if isinstance(length, Duration) and length.unit == "tok" and not counts:
             raise ConfigurationError(
-                "nothing counts the tokens",
+                "the number of tokens is unknown",
                 found=f"{name}={str(length)!r}, and {type(module).__name__} has no loss_weight",
                 fix="def loss_weight(self, batch): return the number of tokens in batch",
             )
@@ -507,7 +507,7 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
     elif every < 1.0:
         if batches is None:
             raise ConfigurationError(
-                "a fraction of an epoch of unknown length",
+                "the length of the epoch is unknown, so a fraction of it cannot be used",
                 found=f"val_check_interval={every}",
                 fix="pass val_check_interval as a number of batches",
             )

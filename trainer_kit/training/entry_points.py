@@ -117,7 +117,7 @@ class EntryPoint:
 
     def __enter__(self) -> EntryPoint:
         if running := self.trainer.state_verb:
-            raise ConfigurationError(f"{self.stage} inside {running}", fix="wait for the first to return")
+            raise ConfigurationError(f"{self.stage} inside {running}", fix="call it after the first one has returned")
         try:
             self._set_up()
         except BaseException:
@@ -286,7 +286,7 @@ class EntryPoint:
         self.unwinding.failed.append(self._save_after)
         in_eval = trainable_in_eval(module)
         if in_eval:
-            trainer.say(f"in evaluation mode although trainable, and left so: {', '.join(in_eval[:5])}")
+            trainer.say(f"trainable modules that are in evaluation mode, unchanged: {', '.join(in_eval[:5])}")
         self._introduce_to_loggers()
         # A resumed run keeps the random state of its checkpoint, whatever these hooks draw.
         with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
@@ -306,7 +306,7 @@ class EntryPoint:
             loaders = trainer.load_train()
             if loaders is None:
                 raise DataError(
-                    "there is nothing to train on", fix="pass train_dataloaders=, or define train_dataloader()"
+                    "there is no training data", fix="pass train_dataloaders=, or define train_dataloader()"
                 )
             if trainer.switches["sync_batchnorm"]:
                 self.module = _sync_batchnorm(self.module, trainer.strategy)
@@ -342,7 +342,7 @@ class EntryPoint:
         tuning = [callback for callback in trainer.callbacks if isinstance(callback, TunesFit)]
         if tuning and state is not None and weights_only:
             raise ConfigurationError(
-                f"{type(tuning[0]).__name__} would search with other weights than those of the checkpoint",
+                f"{type(tuning[0]).__name__} would search with weights other than those of the checkpoint",
                 found="load_weights_only=True",
                 fix="load them first: fit(Module.load_from_checkpoint(path), ...)",
             )
@@ -352,7 +352,7 @@ class EntryPoint:
         for callback in tuning:
             saved = None if state is None else (state.get("callbacks") or {}).get(callback.state_key, {})
             if saved == {}:
-                trainer.say(f"{type(callback).__name__} does not search in a run that continues")
+                trainer.say(f"{type(callback).__name__} does not search in a resumed run")
             callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
             trainer.forget_loaders()  # the search may have loaded them with other values
 
@@ -385,7 +385,7 @@ class EntryPoint:
             run.requests.checkpoints.clear()
             if self.trainer.world_size > 1:
                 self.trainer.say(
-                    "no checkpoint of this exception: other ranks may have ended; the last one on disk stays"
+                    "no checkpoint is saved for this exception: other ranks may have ended; the last one is kept"
                 )
             return
         save_requested(run, last=True)
@@ -419,7 +419,7 @@ class EntryPoint:
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
             raise DataError(
-                f"there is nothing to {self.stage} on", fix=f"pass dataloaders=, or define {name}_dataloader()"
+                f"there is no data for {self.stage}", fix=f"pass dataloaders=, or define {name}_dataloader()"
             )
         run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
         setattr(trainer, f"num_{name}_batches", _counts(run))
@@ -444,7 +444,9 @@ class EntryPoint:
             except TrainerKitError:
                 raise
             except Exception as error:
-                trainer.print(f"{type(logger).__name__} has no graph of the module: {type(error).__name__}: {error}")
+                trainer.print(
+                    f"{type(logger).__name__} could not log the graph of the module: {type(error).__name__}: {error}"
+                )
 
     def _check_sanity(self, run: Fit) -> None:
         """Run a few validation batches, so that an error in validation shows before hours of training."""

@@ -31,7 +31,7 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__} has no {name}: the loop is one function; trainer.progress counts what it completed,"
+            f"{type(self).__name__} has no {name}: there are no loop objects; trainer.progress has the counts,"
             " and arguments of the Trainer and hooks change what it does"
         )
 

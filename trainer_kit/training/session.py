@@ -821,9 +821,9 @@ class Session:
         """
         if empty_init:
             raise ConfigurationError(
-                "init_module runs the constructor as it is",
+                "init_module always initialises weights",
                 found="empty_init=True",
-                fix="leave it out; build layers in configure_model to have them placed as they are made",
+                fix="leave it out; build layers in configure_model to create them on their device",
             )
         with self.precision_plugin.init_context(), nullcontext() if self.strategy.sharded else self.strategy.device:
             yield

@@ -146,7 +146,7 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
             torch.compile(lambda: None, **options)
     except Exception as error:  # of many classes, by backend
         raise ConfigurationError(
-            "torch.compile refuses these arguments",
+            "torch.compile rejects these arguments",
             found=f"compile={dict(options)!r}: {str(error).strip().splitlines()[0]}",
             fix="see torch.compile; True is its own defaults",
         ) from error
@@ -221,7 +221,9 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
         interval = Duration.parse(value)
         if interval.value <= 0 or interval.unit in ("ep", "dur"):
             raise ConfigurationError(
-                "val_check_interval cannot be this", found=str(interval), fix="use batches, steps, samples or time"
+                "val_check_interval has the wrong type or unit",
+                found=str(interval),
+                fix="use batches, steps, samples or time",
             )
         return interval
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -231,7 +233,7 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
         )
     if across_epochs and isinstance(value, float):
         raise ConfigurationError(
-            "validation over epoch borders needs an interval in batches",
+            "validation across epochs needs an interval in batches",
             found=f"val_check_interval={value}, check_val_every_n_epoch=None",
             fix="pass val_check_interval as an int or a duration such as '500ba'",
         )

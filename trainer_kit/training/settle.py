@@ -129,7 +129,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if empty and progress.batch == 0:
         raise _no_batch(run)
     if empty:
-        run.say("the training loader gave no batch: training ends here")
+        run.say("the training loader returned no batch: training ends here")
     return schedule.finished(progress) is None and not _stops(run) and not empty
 
 
@@ -160,7 +160,7 @@ def check_trained(run: Fit, over: bool) -> None:
     if stepped:
         names = ", ".join(type(optimizer).__name__ for optimizer in run.stepper.made.optimizers)
         raise ConfigurationError(
-            "nothing was trained: no step had a gradient",
+            "nothing was trained: no parameter received a gradient",
             found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
             fix="compute the loss from parameters that the optimizer has; an overridden backward or optimizer_step must"
             " not drop gradients before the step",
@@ -169,7 +169,7 @@ def check_trained(run: Fit, over: bool) -> None:
         raise ConfigurationError(
             "nothing was trained: no training_step returned a loss",
             found=f"{int(without)} times None",
-            fix="return the loss, or set automatic_optimization = False where the module steps by itself; without"
+            fix="return the loss, or set automatic_optimization = False if the module steps the optimizers; without"
             " anything to step, return None from configure_optimizers",
         )
 
@@ -202,7 +202,7 @@ def continues(run: Fit) -> bool:
 
 def _no_batch(run: Fit) -> DataError:
     return DataError(
-        "the training loader gave no batch",
+        "the training loader returned no batch",
         found=run.windows.feed.describe(),
         fix="give it data; drop_last=True drops the only batch of a dataset that is smaller than a batch",
     )
@@ -251,7 +251,7 @@ def _unite(run: Fit) -> None:
         raise RankError(
             "training_step returned None on some ranks only",
             found=", ".join(f"rank {rank}: {int(n)} times" for rank, n in enumerate(skipped)),
-            fix="return None on every rank or on none; a loss of zero adds nothing either",
+            fix="return None on all ranks or on none; a loss of zero has the same effect",
         )
     # Signals that arrive after this wait for the next agreement.
     requests.leaving = int(max(signals))

@@ -29,7 +29,7 @@ def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]
     if not found or any(type(getattr(holder, name)) is not int for holder in found):
         places = (module, datamodule) if loaders is None else (loaders,)
         raise ConfigurationError(
-            f"nothing holds the batch size as {name}",
+            f"no attribute holds the batch size {name}",
             found=f"looked at {', '.join(type(one).__name__ for one in places if one is not None)}, and hparams",
             fix=f"set self.{name} in __init__ of the module or datamodule and use it in train_dataloader, or pass"
             " a DataLoader(dataset, batch_size=...); batch_arg_name= is another name",
@@ -84,9 +84,9 @@ class _Attempt:
         inside = run.strategy.without_exchange()
         if inside is None:
             raise ConfigurationError(
-                "the batch size cannot be searched on several ranks here",
-                found=f"{run.strategy.describe()}, where a rank that is out of memory would stop the others",
-                fix="search on one device or with plain DDP, and pass the value that is found",
+                "the batch size cannot be searched on several ranks with this strategy",
+                found=f"{run.strategy.describe()}, where an out-of-memory error on one rank blocks the others",
+                fix="search on one device or with plain DDP, and pass the value it finds",
             )
 
         def forward_backward() -> None:
@@ -158,7 +158,7 @@ class SizeSearch:
         finally:
             set_batch_size(self.name, before, module, loaders, datamodule)
         if not good:
-            raise ConfigurationError("no batch size works", found=why, fix="a smaller model, or a smaller init_val")
+            raise ConfigurationError("no batch size fits", found=why, fix="a smaller model, or a smaller init_val")
         return good, why
 
     def _problem(self, size: int, trainer: Session, *data: Any) -> str:

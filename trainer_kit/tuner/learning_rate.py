@@ -93,7 +93,7 @@ class LearningRates:
         rate = self.suggestion()
         if rate is None:
             raise ConfigurationError(
-                "the loss falls at no learning rate",
+                "the loss does not decrease at any learning rate",
                 found=f"{len(self.losses)} steps with rates from {min(self.results['lr'], default=0):g} on",
                 fix="a wider range from min_lr to max_lr, a larger num_training; update_attr=False gives the curve",
             )
@@ -216,7 +216,7 @@ class RangeTest:
         if not weight:
             raise ConfigurationError(
                 "the loss of a step is not known",
-                found="training_step returned no loss, and called no manual_backward",
+                found="training_step returned no loss, and did not call manual_backward",
                 fix="return the loss, or search without such batches",
             )
         loss = sum(row[0] for row in rows) / weight

@@ -31,7 +31,7 @@ def check_call(method: str, dataloaders: Any) -> None:
     """Refuse Lightning's ``method`` and ``dataloaders`` for searches in evaluations."""
     if method != "fit" or dataloaders is not None:
         raise ConfigurationError(
-            "the tuner tries training steps only",
+            "the tuner runs training steps only",
             found=f"method={method!r}, dataloaders={'None' if dataloaders is None else 'given'}",
             fix='method="fit", with train_dataloaders= or datamodule=',
         )
@@ -82,9 +82,9 @@ def run_trial(
     """
     if trainer.strategy.owns_step or trainer.strategy.keeps_gradients:
         raise ConfigurationError(
-            "the tuner cannot try steps that the engine takes by itself",
+            "the tuner does not support engines that run the optimizer step themselves",
             found=trainer.strategy.describe(),
-            fix="search on one device, with DDP or with FSDP, and pass the value that is found",
+            fix="search on one device, with DDP or with FSDP, and pass the value it finds",
         )
     settings = replace(
         trainer.settings,
@@ -148,7 +148,7 @@ def _copied(thing: Any, what: str, memo: dict[int, Any] | None = None) -> Any:
     except Exception as error:  # of any class: user code decides how a copy is made
         kind = DataError if what == "loader" else ConfigurationError
         raise kind(
-            f"the tuner tries steps on a copy of the {what}, and this {type(thing).__name__} cannot be copied",
+            f"the tuner runs steps on a copy of the {what}, and this {type(thing).__name__} cannot be copied",
             found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
             fix="pass a DataLoader, or an iterable that copy.deepcopy takes"
             if what == "loader"

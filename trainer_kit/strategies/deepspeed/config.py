@@ -161,7 +161,7 @@ def with_arguments(
             raise _contradiction([(f"zero_optimization.{key}.device", device, "DeepSpeedStrategy", f"{key}=True")])
         if device == "nvme":
             raise StrategyError(
-                "what is offloaded to NVMe cannot be saved in our checkpoints",
+                "checkpoints do not support states that are offloaded to NVMe",
                 found=f'zero_optimization.{key}.device is "nvme"',
                 fix='use "cpu"',
             )
@@ -245,7 +245,7 @@ def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
 
 def _contradiction(found: list[tuple[str, Any, str, Any]]) -> StrategyError:
     return StrategyError(
-        "DeepSpeed's JSON and the run contradict each other",
+        "DeepSpeed's JSON and the arguments of the run are inconsistent",
         found="; ".join(f"{key}: {theirs!r}, but {name}: {ours!r}" for key, theirs, name, ours in found),
         fix=f'write "auto" in the JSON ({", ".join(key for key, *_ in found)}), or change the other',
     )
@@ -322,7 +322,9 @@ class Sections:
         if kind == "SGD":
             return torch.optim.SGD(parameters, **options)
         if options.pop("bias_correction", True) is not True:
-            raise StrategyError("torch's Adam corrects its bias", found="bias_correction: false", fix="take it out")
+            raise StrategyError(
+                "torch's Adam always corrects its bias", found="bias_correction: false", fix="take it out"
+            )
         # As DeepSpeed reads them: Adam decays as AdamW does unless adam_w_mode is false; nothing decays by default.
         by_torch = options.pop("torch_adam", False)
         decoupled = options.pop("adam_w_mode", True) or kind == "AdamW"

@@ -218,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
         divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
         if divided and self.stage < 3:
             raise StrategyError(
-                "an earlier run divided the parameters of this module",
+                "an earlier run partitioned the parameters of this module",
                 found=f"stage 3, and now stage {self.stage}",
                 fix="build the module again, and load its checkpoint",
             )
@@ -237,7 +237,7 @@ class DeepSpeedStrategy(Strategy):
             )
         if self.gradient_divisor != self.world.size:
             raise StrategyError(
-                "a loop of your own has averaged gradients",
+                "an Accelerator always averages gradients",
                 found='gradient_allreduce_op is "sum"',
                 fix="take it out of DeepSpeed's JSON",
             )
@@ -325,7 +325,7 @@ class DeepSpeedStrategy(Strategy):
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """The engine's backward."""
         if backward is not None:
-            raise StrategyError("DeepSpeed's engine runs backward by itself", found="backward is overridden")
+            raise StrategyError("DeepSpeed's engine runs backward", found="backward is overridden")
         return self._backward if self._window is None else self._backward_raw
 
     def _backward(self, loss: Tensor) -> None:
@@ -334,7 +334,7 @@ class DeepSpeedStrategy(Strategy):
     def _backward_raw(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self._optimizer is None or self._window is None:
             raise StrategyError(
-                "DeepSpeed's engine, which runs backward, is made when model and optimizer are known",
+                "DeepSpeed's engine, which runs backward, is created when model and optimizer are prepared",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )
         self._window.backward(self._engine, self._scaler.scale(loss), retain_graph)
@@ -360,7 +360,7 @@ class DeepSpeedStrategy(Strategy):
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the engine reduces gradients with the last one of the window."""
         if self._engine is None:
-            raise StrategyError("DeepSpeed has nothing to step", fix="return an optimizer from configure_optimizers")
+            raise StrategyError("DeepSpeed needs an optimizer", fix="return an optimizer from configure_optimizers")
         engine, last, late = self._engine, micro.count - 1, self._finishes_late
         begin_window(engine, self._unfinished)
         for index in range(micro.count):
@@ -454,19 +454,21 @@ def _check_module(module: nn.Module, manual: bool) -> None:
     """Refuse a module whose own code steps."""
     if manual:
         raise StrategyError(
-            "DeepSpeed's engine steps by itself, which manual optimization does not allow",
+            "DeepSpeed's engine runs the optimizer step, so manual optimization is not supported",
             fix="automatic_optimization = True, or another strategy",
         )
     if isinstance(module, TrainModule) and is_overridden("optimizer_step", module, TrainModule):
         raise StrategyError(
-            "DeepSpeed's engine steps by itself", found=f"{type(module).__name__}.optimizer_step", fix="remove it"
+            "DeepSpeed's engine runs the optimizer step",
+            found=f"{type(module).__name__}.optimizer_step",
+            fix="remove it",
         )
 
 
 def _refuse_group(param_group: Any) -> None:
     """Refuse a later group (takes the place of ``add_param_group``)."""
     raise StrategyError(
-        "DeepSpeed divides parameters once: a group that is added later would not be trained",
+        "DeepSpeed partitions parameters once: a group that is added later would not be trained",
         found="add_param_group",
         fix="put all parameters into the optimizer from the start, later ones with lr=0; or use DDP or FSDP",
     )

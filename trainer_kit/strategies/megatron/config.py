@@ -122,7 +122,7 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
             raise StrategyError(f"{name} is not supported yet", found=f"{name}={getattr(config, name)!r}: {why}")
     if sizes["tensor_model_parallel_size"] > 1 and getattr(config, "gated_linear_unit", False):
         raise StrategyError(
-            "gated layers cannot be gathered from tensor ranks yet",
+            "gated layers cannot be gathered from tensor-parallel ranks yet",
             found="gated_linear_unit=True: a rank has a part of the gate and one of the rest in one tensor",
             fix="tensor_parallel=1, or MeshStrategy(tp=)",
         )
@@ -136,7 +136,7 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
         distributed: whether for the distributed optimizer, which has Adam only.
 
     Raises:
-        StrategyError: Megatron has no such optimizer.
+        StrategyError: Megatron does not support this optimizer.
 
     Example:
         >>> weights = [nn.Parameter(torch.zeros(2))]
@@ -164,7 +164,7 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
         adam = {"adam_beta1": first, "adam_beta2": second, "adam_eps": group["eps"]}
         return {**options, "optimizer": "adam", "decoupled_weight_decay": decoupled, **adam}
     raise StrategyError(
-        "Megatron has no such optimizer",
+        "Megatron does not support this optimizer",
         found=f"{type(optimizer).__name__}{f' with {beyond[0]}' if beyond else ''}",
         fix="torch.optim.AdamW, Adam, or SGD with plain momentum",
     )

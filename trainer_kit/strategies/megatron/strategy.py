@@ -141,7 +141,9 @@ class MegatronStrategy(Strategy):
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         if manual:
-            raise StrategyError("Megatron steps by itself", fix="automatic_optimization = True, or another strategy")
+            raise StrategyError(
+                "Megatron runs the optimizer step", fix="automatic_optimization = True, or another strategy"
+            )
         self._schedule = get_forward_backward_func()
         # The loop weights losses, so Megatron sums gradients and divides nothing.
         self._prepare(module, precision, summed=True)
@@ -189,7 +191,9 @@ class MegatronStrategy(Strategy):
         if self._optimizer is not None:
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
         if self._chunk is None:
-            raise StrategyError("Megatron has no model to step", fix="prepare the model with its optimizer, or before")
+            raise StrategyError(
+                "Megatron needs the model before its optimizer", fix="prepare the model with its optimizer, or before"
+            )
         self._optimizer = _make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
         trained = [p for p in self._chunk.parameters() if p.requires_grad]
         self._pieces = find_pieces(self._inner(), trained, self.distributed_optimizer)
@@ -206,7 +210,7 @@ class MegatronStrategy(Strategy):
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """Megatron's schedule calls backward; in a raw loop autograd does, on a scaled loss in float16."""
         if backward is not None:
-            raise StrategyError("Megatron runs backward by itself", found="backward is overridden")
+            raise StrategyError("Megatron runs backward", found="backward is overridden")
         return self._scaled_backward if self._schedule is None and self._half == "fp16" else None
 
     def _scaled_backward(self, loss: Tensor, **options: Any) -> None:
@@ -253,11 +257,11 @@ class MegatronStrategy(Strategy):
         """Run all micro-batches through Megatron's schedule, which calls backward and sums gradients at the end."""
         if micro.has_backward_hooks:
             raise StrategyError(
-                "on_before_backward and on_after_backward are not called: Megatron runs backward by itself",
+                "on_before_backward and on_after_backward are not called: Megatron runs backward",
                 fix="use on_before_optimizer_step",
             )
         if self._optimizer is None:
-            raise StrategyError("Megatron has nothing to step", fix="return an optimizer from configure_optimizers")
+            raise StrategyError("Megatron needs an optimizer", fix="return an optimizer from configure_optimizers")
 
         def forward(indices: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             index = next(indices)
@@ -268,7 +272,7 @@ class MegatronStrategy(Strategy):
             if loss is None:
                 raise StrategyError(
                     "training_step returned no loss, and Megatron's schedule needs one",
-                    fix="return one; a loss times zero adds nothing",
+                    fix="return one; a loss multiplied by zero has no effect",
                 )
             if not index:
                 micro.start_gradients()
@@ -421,7 +425,7 @@ def _make_optimizer(chunk: Any, optimizer: Optimizer, half: str, distributed: bo
         distributed: each data rank steps its part, and holds only the state of that part.
 
     Raises:
-        StrategyError: Megatron has no such optimizer, or would step other parameters.
+        StrategyError: Megatron does not support this optimizer, or would step other parameters.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

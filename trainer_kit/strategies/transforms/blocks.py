@@ -102,7 +102,9 @@ def _by_class(module: nn.Module, wanted: list[Any]) -> dict[str, nn.Module]:
         if not mine:
             name, names = one if isinstance(one, str) else one.__name__, sorted({type(p).__name__ for p in parts})
             raise StrategyError(
-                f"no part of the module is a {name}", found=", ".join(names), fix=did_you_mean(name, names)
+                f"the module has no submodule of the class {name}",
+                found=", ".join(names),
+                fix=did_you_mean(name, names),
             )
         picked |= mine
     return dict(_inner_first(module, picked))
@@ -122,7 +124,7 @@ def outer_modules(module: nn.Module) -> list[nn.Module]:
             other = owners.setdefault(id(parameter), root)
             if other is not root:
                 raise StrategyError(
-                    "in manual optimization two parts of the module share a parameter, and each is divided by itself",
+                    "in manual optimization two parts of the module share a parameter, and both are sharded separately",
                     found=f"{type(other).__name__} and {type(root).__name__}",
                     fix="use automatic optimization, or DDPStrategy",
                 )
@@ -216,7 +218,7 @@ class Compile(Transform):
         parts = units(module, self.policy).values()
         if not parts:
             raise StrategyError(
-                "there are no blocks to compile each by itself",
+                "there are no blocks to compile separately",
                 found=f"no list or sequence in {type(module).__name__} repeats a class that has parameters",
                 fix="compile the whole: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
             )

@@ -77,7 +77,7 @@ class ContextParallel(Transform):
         """
         if plan.context is None:
             raise StrategyError(
-                f"{type(module).__name__} does not say where the sequence is in a batch",
+                f"{type(module).__name__} does not declare the sequence dimension of its batches",
                 found="no ParallelPlan(context=...)",
                 fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
                 "MeshStrategy(cp=..., plan=...)",
@@ -138,7 +138,7 @@ class ContextParallel(Transform):
         length, left = divmod(tensor.shape[dim], self.size)
         if left:
             raise StrategyError(
-                "context parallel needs sequences that the context axis divides",
+                "context parallelism needs sequence lengths that are divisible by the context axis",
                 found=f"length {tensor.shape[dim]} in dimension {dim}, cp={self.size}",
                 fix=f"pad sequences to a multiple of {self.size}, or name the dimensions: ContextPlan(dims={{...}})",
             )
@@ -168,7 +168,7 @@ class ContextParallel(Transform):
             yield
         if checked and (watch.missed or not self._seen):
             raise StrategyError(
-                "context parallel has to see all attention of the model, and does not",
+                "context parallelism cannot intercept the attention of this model",
                 found="scaled_dot_product_attention under a name of its own" if watch.missed else "no call of it",
                 fix="call torch.nn.functional.scaled_dot_product_attention by that name (Hugging Face: "
                 'attn_implementation="sdpa"), or use cp=1',
@@ -201,7 +201,7 @@ class ContextParallel(Transform):
         mask = self._causal(query, key) if is_causal else attn_mask
         if mask is not None and mask.shape[-1] != key.shape[-2] * self.size:
             raise StrategyError(
-                "an attention mask under context parallel covers all keys of the sequence",
+                "an attention mask under context parallelism must cover all keys of the sequence",
                 found=f"{tuple(mask.shape)} for {key.shape[-2]} keys on each of {self.size} ranks",
                 fix="use is_causal=True, or a mask of shape (..., this rank's queries, all keys)",
             )

@@ -318,7 +318,7 @@ class Pipeline:
         """Run the micro-batches of a window with a schedule; a change of their shapes starts another schedule."""
         if micro.has_backward_hooks:
             raise StrategyError(
-                "on_before_backward and on_after_backward have no place in a pipeline",
+                "on_before_backward and on_after_backward are not supported in a pipeline",
                 found="one of these hooks; the loss is on one rank only, and backward runs on each for its own stages",
                 fix="use on_before_optimizer_step, which comes when all gradients are complete",
             )
@@ -330,7 +330,7 @@ class Pipeline:
                 absent.add(index)
             batches.append(micro.earlier if micro.batch is None else micro.batch)
         if batches[0] is None:
-            raise DataError("no rank has a batch", fix="give the loader data")
+            raise DataError("the loader is empty on all ranks", fix="pass a loader that has at least one batch")
         starts, unknown = self._agree(batches)
         inputs = [self._take(micro, batch, index) for index, batch in enumerate(batches)]
         micro.start_gradients()
@@ -450,7 +450,7 @@ class Pipeline:
         if not found:
             raise StrategyError(
                 "training_step did not call the pipelined model",
-                fix="call it once in every step; a step that is skipped has no place in a pipeline",
+                fix="call it once in every step; a step that is skipped is not supported in a pipeline",
             )
         return found[0]
 
@@ -460,7 +460,7 @@ class Pipeline:
         def answer(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             if not outputs:
                 raise StrategyError(
-                    "a step calls the pipelined model twice",
+                    "training_step calls the pipelined model twice",
                     fix="call it once, on one batch made of both (torch.cat), or train without a pipeline",
                 )
             return outputs.pop()
@@ -469,7 +469,7 @@ class Pipeline:
             loss = micro.forward(index)
         if not isinstance(loss, Tensor):
             raise StrategyError(
-                "training_step returned no loss, and the other stages of the pipeline wait for its gradient",
+                "training_step returned no loss, and the other pipeline stages need its gradient",
                 found=type(loss).__name__,
                 fix="return a loss for every batch; one that is multiplied by zero adds nothing",
             )

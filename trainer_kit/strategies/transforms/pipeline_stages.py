@@ -65,7 +65,7 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
     if len(found) == 1 and not any(True for _ in module.parameters(recurse=False)):
         return found[0]
     raise StrategyError(
-        "which submodule becomes the stages of the pipeline?",
+        "the submodule that becomes the pipeline stages is ambiguous",
         found=f"{type(module).__name__} has parameters in {', '.join(name for name, _ in found) or 'itself'}",
         fix="put all layers into one submodule, or say which in configure_parallel: ParallelPlan(pipeline=PipelinePlan("
         'model="net")), where "" is the module itself',

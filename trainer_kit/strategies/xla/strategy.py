@@ -58,7 +58,7 @@ class XLAStrategy(Strategy):
     def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
         if shard_parameters and spmd is False:
             raise StrategyError(
-                "weights in parts need one process for all devices",
+                "sharded weights need one process for all devices",
                 found="shard_parameters=True, spmd=False",
                 fix="leave spmd out",
             )
@@ -88,7 +88,7 @@ class XLAStrategy(Strategy):
         spmd = count > 1 if self.spmd is None else self.spmd
         if self.shard_parameters and launched:
             raise StrategyError(
-                "weights in parts need one process for all devices",
+                "sharded weights need one process for all devices",
                 found=f"{xr.local_process_count()} processes on this machine",
                 fix="start the script by itself, without torch_xla.launch",
             )
@@ -178,7 +178,7 @@ class XLAStrategy(Strategy):
         owner: Any = getattr(method, "__self__", None)
         parts = owner.modules() if isinstance(owner, nn.Module) else ()
         if hasattr(method, "_torchdynamo_orig_callable") or any(p._compiled_call_impl is not None for p in parts):
-            raise StrategyError("XLA compiles steps by itself", found="torch.compile", fix="leave compile= out")
+            raise StrategyError("XLA always compiles the step", found="torch.compile", fix="leave compile= out")
         return method
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
