@@ -18,7 +18,7 @@ help:
 	@echo "make check       format, lint, types, architecture"
 	@echo "make bench       what the loop, its checkpoints, samples and engines cost, beside hand-written ones"
 	@echo "make docs        write the generated pages again"
-	@echo "make pictures    draw the pictures of docs/pictures again"
+	@echo "make pictures    draw the pictures of docs/pictures again; RUN=1 trains on sixteen engines first"
 	@echo "make site        build the site: site/dev, or site/0.2 with VERSION=0.2; serve it: python3 -m http.server -d site"
 	@echo "make vendor      fetch the run report's plotting library again, and compare it with its checksums (npm)"
 	@echo "make clean       remove .venv and caches"
@@ -134,6 +134,7 @@ docs: .venv/.stamp
 # The report is photographed where there is a Chromium.
 pictures: .venv/.stamp
 	$(BIN)/python docs/draw/mesh.py
+	$(BIN)/python docs/draw/curves.py $(if $(RUN),--run)
 	$(BIN)/python docs/draw/report.py
 
 # The site is built from the text of the sources: its environment needs neither torch nor this package.

@@ -9,6 +9,11 @@ defines how it can be sharded; ``--strategy`` selects the mesh axes.
 """
 
 # %% [markdown]
+# ![Losses of one language model, once for each strategy: the curves lie on each other](../pictures/curves.svg)
+#
+# Each curve is a run of this script on a CPU, on one process to eight. XLA is not among them: it needs an environment
+# of its own, in which `make test-xla` trains.
+#
 # ## Data and strategies
 #
 # The text is the documentation that every Python brings. A strategy is one word of the Trainer's; some combinations

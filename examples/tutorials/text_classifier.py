@@ -157,7 +157,7 @@ class Classifier(tk.TrainModule):
 # %%
 tk.seed_everything(0)
 trainer = tk.Trainer(
-    max_epochs=5 if SMALL else 4,
+    max_epochs=8 if SMALL else 4,
     gradient_clip_val=1.0,
     callbacks=[EarlyStopping("val_loss", patience=3), ModelCheckpoint(monitor="val_acc", mode="max")],
     default_root_dir="runs",

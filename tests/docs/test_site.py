@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import runpy
 import shutil
@@ -143,11 +144,23 @@ def test_pages_of_tables_are_current(page: str) -> None:
         ("generate_decisions.py", "decisions/index.md"),
         ("generate_loop.py", "assets/loop.svg"),
         ("draw/mesh.py", "pictures/mesh.svg"),
+        ("draw/curves.py", "pictures/curves.svg"),
     ],
 )
 def test_lists_and_pictures_are_current(script: str, page: str) -> None:
     rendered = runpy.run_path(str(DOCS / script))["render"]()
     assert (DOCS / page).read_text(encoding="utf-8") == rendered, "run `make docs pictures`"
+
+
+def test_the_curves_are_those_of_every_strategy() -> None:
+    """Real runs of examples/lm.py, whose losses tests/examples/test_lm.py compares again."""
+    curves = runpy.run_path(str(DOCS / "draw" / "curves.py"))
+    losses = json.loads((DOCS / "pictures" / "curves.json").read_text(encoding="utf-8"))["losses"]
+    assert list(losses) == list(curves["RANKS"])
+    assert len(losses) == 16
+    for name, values in losses.items():
+        assert [int(step) for step in values] == [*range(1, curves["STEPS"] + 1)]
+        assert curves["difference"](values, losses["auto"]) < 1e-4, name
 
 
 def test_the_picture_of_the_loop_has_every_hook() -> None:

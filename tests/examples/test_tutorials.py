@@ -46,7 +46,7 @@ def picture(name: str) -> Image.Image:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_text_classifier_learns_what_a_bag_of_words_cannot(size: list[str], run: Run) -> None:
     said = run("tutorials/text_classifier", *size)
-    assert number(r"test accuracy ([\d.]+)", said) > 0.95
+    assert number(r"test accuracy ([\d.]+)", said) > (0.9 if size else 0.95)
     assert number(r"bag of words ([\d.]+)", said) < 0.6
     positive, negative = (number(rf"([\d.]+)  the music was never {word}", said) for word in ("tedious", "funny"))
     assert positive > 0.5 > negative
