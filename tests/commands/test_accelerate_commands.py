@@ -122,6 +122,7 @@ def test_a_file_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
         (["fsdp_offload_params: true"], ["fsdp_version: 2", "fsdp_offload_params: true"]),
         (["fsdp_sync_module_states: true"], ["fsdp_version: 2"]),
         (["sharding_strategy: FULL_SHARD"], ["version: 2", "reshard_after_forward: true"]),
+        (["fsdp_version:", "fsdp_offload_params: true"], ["fsdp_version: 2", "fsdp_offload_params: true"]),
     ],
 )
 def test_keys_and_values(lines: list[str], expected: list[str]) -> None:
@@ -146,7 +147,6 @@ def test_a_file_without_fsdp_stays() -> None:
         ("fsdp_sharding_strategy: HYBRID_SHARD", "parallelism_config_dp_replicate_size"),
         ("fsdp_reshard_after_forward: HYBRID_SHARD_ZERO2", "parallelism_config_dp_replicate_size"),
         ("fsdp_state_dict_type: LOCAL_STATE_DICT", "SHARDED_STATE_DICT"),
-        ("fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: true", "keep one"),
     ],
 )
 def test_what_has_no_counterpart_is_refused(text: str, fix: str) -> None:
@@ -154,8 +154,16 @@ def test_what_has_no_counterpart_is_refused(text: str, fix: str) -> None:
         rewrite(f"fsdp_config:\n  {text}\n", "a.yaml")
     assert "a.yaml:" in str(caught.value.found)
     assert fix in str(caught.value.fix)
-    with pytest.raises(ConfigurationError, match="no counterpart"):
+
+
+def test_what_is_not_rewritten_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="two keys have one meaning"):
+        rewrite("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: true\n")
+    with pytest.raises(ConfigurationError, match="in braces"):
         rewrite("fsdp_config: {fsdp_offload_params: true}")
+    path = write(tmp_path, FSDP1)
+    refused = call("to-fsdp2", "--config_file", path, "--output_file", tmp_path / "none" / "new.yaml", code=2)
+    assert "the file cannot be written" in refused
     with pytest.raises(ConfigurationError, match="behind aliases"):
         rewrite("num_processes: &n 2\nfsdp_config:\n  fsdp_version: *n\n")
 
@@ -185,7 +193,7 @@ def _no_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_for_the_machines_of_a_pod(tmp_path: Path) -> None:
-    file = write(tmp_path, "echo one\necho two\n", "setup.sh")
+    file = write(tmp_path, "#!/bin/sh\n\necho one\n  # in between\necho two\n", "setup.sh")
     listed = write(tmp_path, POD + "commands:\n- pip list\n- ls\n", "listed.yaml")
     filed = write(tmp_path, POD + f"command_file: {file}\n", "filed.yaml")
     bare = ("--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--debug")
@@ -225,6 +233,7 @@ def test_an_incomplete_command_is_refused(tmp_path: Path) -> None:
     assert "cannot be read" in call("tpu-config", *words, "--command_file", tmp_path / "none", code=2)
     refused = call("tpu-config", *words, "--install_accelerate", "--accelerate_version", "x y", code=2)
     assert "this is no version" in refused
+    assert "has no effect without" in call("tpu-config", *words, "--accelerate_version", "1.15.0", code=2)
 
 
 @beside
@@ -271,10 +280,10 @@ def test_files_of_inputs_and_metrics(tmp_path: Path) -> None:
     write(tmp_path, "name\tregex\nloss\tloss=(.*)\n", "metrics.tsv")
     text = SAMPLES["sagemaker.yaml"].replace("inputs_file: null", f"inputs_file: {tmp_path}/inputs.tsv")
     text = text.replace("metrics_file: null", f"metrics_file: {tmp_path}/metrics.tsv")
-    found, inputs = estimator_arguments(job(tmp_path, text), "a/train.py", ["--n=3"])
+    found, inputs = estimator_arguments(job(tmp_path, text), "a/train.py", ["--n=3", "--least", "-1e-3"])
     assert inputs == {"train": "s3://bucket/train"}
     assert found["metric_definitions"] == [{"Name": "loss", "Regex": "loss=(.*)"}]
-    assert (found["source_dir"], found["hyperparameters"]) == ("a", {"n": 3})
+    assert (found["source_dir"], found["hyperparameters"]) == ("a", {"n": 3, "least": -1e-3})
     assert (found["disable_profiler"], found["tags"]) == (True, ["one", "two"])
     with pytest.raises(ConfigurationError, match="no table of names"):
         estimator_arguments(job(tmp_path, text.replace("inputs.tsv", "none.tsv")), "train.py", [])

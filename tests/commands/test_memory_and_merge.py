@@ -83,6 +83,8 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     code, said = call("estimate-memory", "late_models:Late")
     assert (code, said.splitlines()[2].split()[1:3]) == (0, ["4", "MB"])
+    said = call("estimate-memory", "torch.nn:Linear", "--args", "{in_features: 2, out_features: 3}")[1]
+    assert said.startswith("torch.nn:Linear: 9 numbers, 9 trained; the largest layer is the model itself\n")
     wrong = {
         ("late_models:Net",): "missing 1 required positional argument: 'width'",
         ("late_models:Nte",): "did you mean 'Net'?",

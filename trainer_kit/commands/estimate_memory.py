@@ -56,9 +56,8 @@ def estimate_memory(
         sizes = (each.weights, each.gradients, each.optimizer, each.training, each.largest_layer)
         rows.append((each.dtype, *("-" if size is None else in_units(size) for size in sizes)))  # type: ignore[arg-type]
     largest = max(shapes.layers, key=lambda name: shapes.layers[name], default="")
-    click.echo(
-        f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {largest!r}"
-    )
+    home = repr(largest) if largest else "the model itself"
+    click.echo(f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {home}")
     table(rows)
     click.echo("On each device, without activations. 16-mixed and bf16-mixed keep all three in float32.")
 

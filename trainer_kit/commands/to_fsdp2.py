@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import click
 
 from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _INSTEAD: Final = {
     "parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size",
     "LOCAL_STATE_DICT": "fsdp_state_dict_type: SHARDED_STATE_DICT",
 }
+_NO_COUNTERPART: Final = "FSDP2 has no counterpart for it"
 _LEFT_OUT: Final = {
     "backward_prefetch": "FSDP2 always gathers the next parameters during backward",
     "forward_prefetch": "FSDP2 has no such key; a script calls torch's set_modules_to_forward_prefetch",
@@ -65,8 +67,11 @@ def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> No
     with config_file.open(encoding="utf-8", newline="") as file:
         text = file.read()
     converted, notes = rewrite(text, str(config_file))
-    with target.open("w", encoding="utf-8", newline="") as file:
-        file.write(converted)
+    mode = (target if target.exists() else config_file).stat().st_mode & 0o7777
+    try:
+        replace_file(target.resolve(), converted.encode(), mode)
+    except OSError as error:
+        raise ConfigurationError("the file cannot be written", found=f"{target}: {error.strerror}") from error
     for note in notes:
         click.echo(note)
     click.echo(f"written to {target}")
@@ -101,10 +106,12 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
         return text, [f"{name}: {_SECTION} is FSDP2 already (fsdp_version: 2), nothing to convert"]
     first = section.value[0][0]
     if section.flow_style:
-        raise _without_counterpart(name, first, _SECTION, "a mapping in braces", "write one key on each line")
+        fix = "write it as YAML without braces, one key on each line"
+        raise _refusal("a mapping in braces is not rewritten", name, first, _SECTION, "{...}", fix)
     if {"sharding_strategy", "reshard_after_forward"} <= found.keys():
         key, value = found["reshard_after_forward"]
-        raise _without_counterpart(name, key, key.value, value.value, "keep one of it and fsdp_sharding_strategy")
+        fix = "keep one of it and fsdp_sharding_strategy"
+        raise _refusal("two keys have one meaning", name, key, key.value, value.value, fix)
     edits, notes = [], []
     for word, (key, value) in found.items():
         if word in _LEFT_OUT:
@@ -129,7 +136,7 @@ def _converted(name: str, word: str, key: yaml.Node, value: yaml.Node) -> list[_
         return [_replaced(value, "2")]
     given = str(value.value).upper()
     if word == "state_dict_type" and given == "LOCAL_STATE_DICT":
-        raise _without_counterpart(name, key, key.value, value.value, _INSTEAD[given])
+        raise _refusal(_NO_COUNTERPART, name, key, key.value, value.value, _INSTEAD[given])
     if word not in ("sharding_strategy", "reshard_after_forward"):
         return []
     if given.isdecimal() and 0 < int(given) <= len(_NUMBERS):
@@ -139,18 +146,17 @@ def _converted(name: str, word: str, key: yaml.Node, value: yaml.Node) -> list[_
     reshards = _STRATEGIES[given]
     if reshards is None:
         instead = _INSTEAD["NO_SHARD" if given == "NO_SHARD" else "HYBRID_SHARD"]
-        raise _without_counterpart(name, key, key.value, given, instead)
+        raise _refusal(_NO_COUNTERPART, name, key, key.value, given, instead)
     return [_replaced(key, key.value.replace("sharding_strategy", "reshard_after_forward")), _replaced(value, reshards)]
 
 
-def _without_counterpart(name: str, at: yaml.Node, key: str, value: object, fix: str) -> ConfigurationError:
-    return ConfigurationError(
-        "FSDP2 has no counterpart for it", found=f"{name}:{at.start_mark.line + 1}: {key}: {value}", fix=fix
-    )
+def _refusal(problem: str, name: str, at: yaml.Node, key: str, value: object, fix: str) -> ConfigurationError:
+    return ConfigurationError(problem, found=f"{name}:{at.start_mark.line + 1}: {key}: {value}", fix=fix)
 
 
 def _replaced(node: yaml.Node, text: str) -> _Edit:
-    return _Edit(node.start_mark.index, node.end_mark.index, text)
+    start, end = node.start_mark.index, node.end_mark.index
+    return _Edit(start, end, text if start < end else f" {text}")  # an empty value begins at the colon
 
 
 def _whole_line(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:

@@ -55,6 +55,12 @@ def tpu_config(
             )
     if install_accelerate:
         commands.insert(0, f"pip install {_requirement(accelerate_version)}")
+    elif accelerate_version != "latest":
+        raise ConfigurationError(
+            "--accelerate_version has no effect without --install_accelerate",
+            found=accelerate_version,
+            fix="add --install_accelerate",
+        )
     words = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", str(name)]
     words += ["--zone", str(zone), "--command", "; ".join(["cd /usr/share", *commands]), "--worker", "all"]
     click.echo(shlex.join(words))
@@ -67,9 +73,11 @@ def tpu_config(
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError("the file of commands cannot be read", found=f"{path}: {error}") from error
+    # They are joined by semicolons: an empty line would be a syntax error, and a comment would hide what follows.
+    return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
 def _requirement(version: str) -> str:

@@ -111,7 +111,7 @@ def _hyperparameters(arguments: Sequence[str]) -> dict[str, Any]:
     words = list(arguments)
     while words:
         name, equals, value = words.pop(0).partition("=")
-        if not equals and words and not words[0].startswith("-"):
+        if not equals and words and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0])):
             value = words.pop(0)
         elif not equals:
             value = ""
