@@ -77,7 +77,7 @@ class Denoiser(nn.Module):
 #
 # `kept` is how much of the image is left after each step. It is a buffer: the Trainer moves it to the device with the
 # weights, so `training_step` needs no `.cuda()`. Random numbers are drawn on the device with `randn_like` and
-# `device=`; every process draws its own, and a resumed run continues with the same ones.
+# `device=`, and a resumed run continues with the same ones.
 #
 # Validation draws noise too. The Trainer restores the state of the random generators after it, so a run that validates
 # trains exactly like one that does not.
@@ -169,6 +169,6 @@ matplotlib.image.imsave("diffusion.png", grid.repeat_interleave(4, 0).repeat_int
 trainer.print(f"pictures: diffusion.png, curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]
-# *How do I go on with a run that was interrupted?* Add `resume="auto"` to the Trainer, and start the same command
+# *How do I continue a run that was interrupted?* Add `resume="auto"` to the Trainer, and start the same command
 # again: weights, averages, optimizer, random numbers and the order of the images continue
 # ([resuming](../guide/resuming.md)).

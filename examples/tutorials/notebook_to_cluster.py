@@ -60,8 +60,9 @@ tk.Trainer(fast_dev_run=True, enable_progress_bar=False).fit(Net(), *loaders)
 # %% [markdown]
 # A notebook has no command line, so the options have defaults; `parse_known_args` ignores what Jupyter adds.
 #
-# `global_batch_size=64` is the number of samples of one step over *all* processes: the steps, and so the curves, stay
-# the same on one process, on two, or on sixteen. With `batch_size` alone, each process would take 64.
+# `global_batch_size=64` is the number of samples of one step over *all* processes: the steps stay the same on one
+# process, on two, or on sixteen, and so do the curves, but for rounding and for what dropout draws. With `batch_size`
+# alone, each process would take 64.
 #
 # `resume="auto"` costs nothing now, and matters below.
 
@@ -97,7 +98,7 @@ trainer.print(f"curves: {trainer.log_dir}/report.html")
 #
 # ## On two processes
 #
-# Save the notebook as a script, and start it. Each line trains the same model in the same steps:
+# Save the notebook as a script, and start it. Each line trains the same model on the same samples in each step:
 #
 # ```bash
 # python notebook_to_cluster.py --devices 2                       # the script starts its processes itself

@@ -158,9 +158,10 @@ trainer.print(f"curves: {trainer.log_dir}/report.html")
 # *Why does the reward in the progress bar jump?* It is that of one batch of 16 episodes with sampled actions; in the
 # report, set the smoothing to see its trend.
 #
-# *How do I use several processes?* Each process plays episodes of its own, and gradients are averaged: `devices=2` is
-# enough. Every rank must then give the same number of batches an epoch, or the ranks that have none left wait with
-# weight 0.
+# *How do I use several processes?* With `devices=2` alone each process plays every batch and trains on every second
+# one, as with any stream. To let each play its own episodes, pass `use_distributed_sampler=False`, and seed each
+# process differently: `torch.manual_seed(self.trainer.global_rank)` in `on_train_start`. A process that has no batch
+# left waits for the others with weight 0 ([streams](../guide/data.md)).
 #
 # *How do I write an algorithm with several losses or its own steps?* With `automatic_optimization = False`
 # ([the GAN](gan.md)), or with an `Accelerator` in a loop of your own ([raw loops](../guide/raw-loops.md)).

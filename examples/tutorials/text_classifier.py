@@ -170,7 +170,7 @@ trainer.fit(Classifier(), loader(train, shuffle=True), loader(val))
 # same values are there for TensorBoard.
 
 # %%
-print(f"curves: {trainer.log_dir}/report.html, or tensorboard --logdir {trainer.log_dir}")
+trainer.print(f"curves: {trainer.log_dir}/report.html, or tensorboard --logdir {trainer.log_dir}")
 
 # %% [markdown]
 # ## Testing

@@ -160,7 +160,7 @@ def test_the_curves_are_those_of_every_strategy() -> None:
     assert len(losses) == 16
     for name, values in losses.items():
         assert [int(step) for step in values] == [*range(1, curves["STEPS"] + 1)]
-        assert curves["difference"](values, losses["auto"]) < 1e-4, name
+        assert curves["difference"](values, losses["auto"]) < 1e-5, name  # as README.md says
 
 
 def test_the_picture_of_the_loop_has_every_hook() -> None:
