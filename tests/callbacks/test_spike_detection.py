@@ -186,3 +186,27 @@ def test_the_rank_is_named() -> None:
         train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **{**options, "strategy": "fsdp"})
     with pytest.raises(TrainerKitError, match=r"at step 3\n"):
         train(Spiking(2, rank=1), make_batches(16), callbacks=[SpikeDetection()], **options)
+
+
+class Drifting(Classifier):
+    """Its forward reads a buffer that moves apart on the ranks unless the wrapper sends that of rank 0."""
+
+    def __init__(self) -> None:
+        super().__init__(make_net(), sgd)
+        self.register_buffer("scale", torch.ones(()))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * self.scale.clone()
+        self.scale += 0.25 * (1 + dist.get_rank())
+        return loss
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_step_after_a_check_begins_with_the_buffers_of_rank_0(k: int) -> None:
+    options = {**RUN, "strategy": "ddp", "devices": 2, "accumulate_grad_batches": k}
+    plain, module = Drifting(), Drifting()
+    train(plain, make_batches(16), **options)
+    train(module, make_batches(16), callbacks=[ReplayCheck(every=2)], **options)
+    torch.testing.assert_close(module.net.state_dict(), plain.net.state_dict())

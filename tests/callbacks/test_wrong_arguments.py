@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path, PurePath
 from typing import Any
 
 import pytest
 
 from trainer_kit import callbacks
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.progress import Duration
 
 WRONG: list[tuple[str, dict[str, Any]]] = [
     ("AutoMicroBatch", {"parts": 1.5}),
@@ -53,7 +55,10 @@ def test_what_fits_is_taken() -> None:
     import numpy as np
 
     assert callbacks.EarlyStopping("loss", patience=np.int64(3), min_delta=1, verbose=1).patience == 3
+    assert callbacks.EarlyStopping("loss", verbose=np.bool_(True)).verbose
     assert callbacks.SpikeDetection(rtol=2).rtol == 2
+    assert callbacks.PredictionWriter(PurePath("written")).output_dir == Path("written")
+    assert callbacks.ReplayCheck(Duration.parse("100st")).replays_every == 100
     with pytest.raises(TypeError, match="unexpected keyword argument 'patient'"):
         callbacks.EarlyStopping("loss", patient=3)
     assert pickle.loads(pickle.dumps(callbacks.SpikeDetection(window=5))).window == 5

@@ -301,3 +301,23 @@ def test_a_kill_inside_the_window_of_a_rollback(programs: Any, tmp_path: Path, k
     assert (tmp_path / "skipped").read_text() == "[9]"
     fewer = "steps 8 to 9 are left out, but not from step 6 on: there is no state before step 7"
     assert (fewer in done.stdout) == (killed == 7)
+
+
+def test_gradients_that_no_optimizer_has_are_not_searched_again() -> None:
+    """They stay NaN until something drops them: each step of the search found them, and was left out."""
+
+    class Head(Marked):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.net[-1].parameters(), lr=0.1)
+
+    guard, data = NaNGuard("skip"), samples(_9=999.0)
+    train(module := Head(make_net(), adamw), loader(data), callbacks=[guard], **RUN)
+    assert guard.skipped_steps == [3]
+    net = make_net()
+    optimizer = torch.optim.SGD(net[-1].parameters(), lr=0.1)
+    for step, (x, y) in enumerate(zip(*(part.split(4) for part in data.tensors), strict=True), 1):
+        if step != 3:
+            optimizer.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    assert_same(module.net, net)

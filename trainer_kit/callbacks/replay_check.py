@@ -36,7 +36,7 @@ class ReplayCheck(Callback):
         1000
     """
 
-    def __init__(self, every: int | str = 1000) -> None:
+    def __init__(self, every: int | str | Duration = 1000) -> None:
         steps = Duration.parse(every, "st")
         if steps.unit != "st" or steps.value < 1:
             raise ConfigurationError(

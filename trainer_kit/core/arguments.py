@@ -26,8 +26,8 @@ _Returned = TypeVar("_Returned")
 def check_fields(record: Any) -> None:
     """Compare each field of a dataclass instance with its annotation.
 
-    int accepts the whole numbers of any library, float real numbers, bool also 0 and 1, and list any collection but a
-    string. Elements are compared too.
+    int accepts the whole numbers of any library, float real numbers, bool also 0 and 1 and numpy's, Path any path
+    object, and list any collection but a string. Elements are compared too.
 
     Raises:
         ConfigurationError: a field has the wrong type; the message names class, field, value and expected type.
@@ -151,7 +151,8 @@ def _fits(value: Any, kind: Any) -> bool:
     if kind is None or kind is type(None):
         return value is None
     if kind is bool:
-        return isinstance(value, bool) or (isinstance(value, Integral) and value in (0, 1))
+        numpy = str(getattr(value, "dtype", None)) == "bool" and value.ndim == 0
+        return isinstance(value, bool) or (isinstance(value, Integral) and value in (0, 1)) or numpy
     if kind is int:
         return isinstance(value, Integral)
     if kind is float:
@@ -162,8 +163,8 @@ def _fits(value: Any, kind: Any) -> bool:
 def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
     if kind.__name__ == "Callable":  # a special form; mypy does not know it as a class
         return callable(value)
-    if kind is os.PathLike:
-        return isinstance(value, kind)
+    if kind in (os.PathLike, Path):
+        return isinstance(value, os.PathLike)
     if issubclass(kind, Mapping):
         return isinstance(value, Mapping) and all(
             _fits(part, what) for item in value.items() for part, what in zip(item, parts, strict=False)

@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from trainer_kit.checkpoint.lightning import BY_POSITION
 from trainer_kit.core.collective_errors import fail_together
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.step.optimizers import check_parameters
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 
@@ -23,6 +24,7 @@ __all__ = [
     "changed_flags",
     "configured",
     "configured_flags",
+    "exchange_optimizers",
     "note_configured",
     "optimizer_state",
     "owned_parameters",
@@ -37,6 +39,8 @@ __all__ = [
 
 _CONFIGURED: Final = "configured"
 _CLASS: Final = "class"
+_EXCHANGED: Final = "exchanged"
+"""Also an attribute of an optimizer that `exchange_optimizers` set."""
 _STEP: Final = "step"
 """The step counter, which torch never casts."""
 
@@ -53,7 +57,8 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
     if strategy.sharded:
         _unite_names(strategy, groups)
     kind = type(optimizer).__name__
-    return {_CLASS: kind, "state": state, "param_groups": groups, _CONFIGURED: configured(optimizer)}
+    exchanged = {_EXCHANGED: True} if _EXCHANGED in vars(optimizer) else {}
+    return {_CLASS: kind, "state": state, "param_groups": groups, _CONFIGURED: configured(optimizer), **exchanged}
 
 
 def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.Parameter]]:
@@ -113,6 +118,8 @@ def restore_optimizer(
         CheckpointError: it is the state of another class, or of other groups.
     """
     was, kind = saved.get(_CLASS), type(optimizer).__name__
+    if saved.get(_EXCHANGED) and _EXCHANGED not in vars(optimizer):
+        _check_exchanged(optimizer, own, saved, names)
     if was not in (None, kind):  # its moments may have the same names and mean something else
         raise CheckpointError(
             "optimizer_states",
@@ -151,6 +158,30 @@ def restore_optimizer(
         groups.append({**now[number], **options})
     strategy.load_optimizer_state(optimizer, groups, state)
     return kept_today
+
+
+def _check_exchanged(
+    optimizer: Optimizer, own: Sequence[Sequence[nn.Parameter]], saved: Mapping[str, Any], names: Mapping[int, str]
+) -> None:
+    """Refuse the state of an optimizer that `exchange_optimizers` set, if the configured one differs from it.
+
+    Raises:
+        CheckpointError: the class, the options or the parameters differ.
+    """
+    known, groups = set(names.values()), saved["param_groups"]
+    then = [known.intersection(group["params"]) for group in groups]  # of those that this rank has
+    now = [known.intersection(names.get(id(p), "") for p in group) for group in own]
+    same = len(groups) == len(optimizer.param_groups) and all(
+        all(_same(a[key], b[key]) for key in a.keys() & b.keys())
+        for a, b in zip(saved[_CONFIGURED], configured(optimizer), strict=False)
+    )
+    if not same or then != now or saved[_CLASS] != type(optimizer).__name__:
+        raise CheckpointError(
+            "optimizer_states",
+            None,
+            f"trainer.optimizers = [...] had replaced this optimizer by {saved[_CLASS]}",
+            fix="set trainer.optimizers in the hook on_load_checkpoint too, and not again before the first step",
+        )
 
 
 def _check_positions(strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], groups: Sequence[Any]) -> None:
@@ -211,6 +242,7 @@ def note_configured(optimizer: Optimizer, again: bool = True) -> None:
     known = vars(optimizer)
     if _AS_CONFIGURED in known and not again:
         return
+    known.pop(_EXCHANGED, None)
     before, left = known.get(_AS_CONFIGURED, ()), known.get(_AFTER_TRAINING, ())
     options = _options(optimizer)
     for now, was, end in zip(options, before, left, strict=False):
@@ -293,29 +325,62 @@ def watch_groups(run: Fit) -> Callable[[Any], None]:
     """
     optimizers = run.stepper.made.optimizers
 
-    def watch(optimizer: Optimizer) -> None:
-        add = optimizer.add_param_group
-
-        def add_param_group(param_group: dict[str, Any]) -> None:
-            if _is_there(optimizer, param_group):
-                return
-            add(param_group)
-            started: list[dict[str, Any]] = vars(optimizer)[_AS_CONFIGURED]
-            started += _options(optimizer)[len(started) :]
-            run.stepper.read_groups()
-
-        vars(optimizer)["add_param_group"] = add_param_group
-
     def end(_: Any = None) -> None:
         for optimizer in optimizers:
-            vars(optimizer).pop("add_param_group", None)
-            vars(optimizer)[_AFTER_TRAINING] = _options(optimizer)
+            _end_watch(optimizer)
         left = {name: p.requires_grad for name, p in run.module.named_parameters()}
         vars(run.module)[_FLAGS] = ({name: name not in run.frozen for name in left}, left)
 
     for optimizer in optimizers:
-        watch(optimizer)
+        _watch(run, optimizer)
     return end
+
+
+def _watch(run: Fit, optimizer: Optimizer) -> None:
+    add = optimizer.add_param_group
+
+    def add_param_group(param_group: dict[str, Any]) -> None:
+        if _is_there(optimizer, param_group):
+            return
+        add(param_group)
+        started: list[dict[str, Any]] = vars(optimizer)[_AS_CONFIGURED]
+        started += _options(optimizer)[len(started) :]
+        run.stepper.read_groups()
+
+    vars(optimizer)["add_param_group"] = add_param_group
+
+
+def _end_watch(optimizer: Optimizer) -> None:
+    vars(optimizer).pop("add_param_group", None)
+    vars(optimizer)[_AFTER_TRAINING] = _options(optimizer)
+
+
+def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
+    """Step other optimizers from here on; see docs/decisions/0121-prepared-modules-of-fabric.md.
+
+    Raises:
+        ConfigurationError: the run cannot exchange its optimizers by these.
+    """
+    if run.guard is not None:
+        raise ConfigurationError(
+            "these optimizers cannot be exchanged in a run",
+            found="NaNGuard, which goes back to states of the optimizers before",
+            fix="leave NaNGuard out, or change their param_groups",
+        )
+    before = list(run.stepper.made.optimizers)
+    restored = run.resumed and run.stepper.trained is None and any(optimizer.state for optimizer in before)
+    schedulers = run.stepper.replace(optimizers)
+    for optimizer in before:
+        _end_watch(optimizer)
+    for optimizer in optimizers:
+        note_configured(optimizer)
+        vars(optimizer)[_EXCHANGED] = True
+        _watch(run, optimizer)
+    check_parameters(run.stepper.made, run.module, run.strategy, run.say)
+    if restored:
+        run.say("trainer.optimizers = ... drops the state of the optimizers that the checkpoint restored")
+    if schedulers:
+        run.say(f"{schedulers} schedulers change optimizers that trainer.optimizers = ... has replaced")
 
 
 def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:

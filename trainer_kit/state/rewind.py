@@ -172,6 +172,8 @@ class Guard:
         for name, buffer in run.module.named_buffers():
             if name in held.buffers:
                 buffer.copy_(held.buffers[name])
+        for parameter in run.module.parameters():
+            parameter.grad = None  # if no optimizer has it, nothing else drops its gradient
         run.progress.seconds, run.validated = seconds, -1
 
     def _ask_again(self, run: Fit) -> None:

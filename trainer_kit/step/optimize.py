@@ -126,7 +126,8 @@ class Stepper:
         for parameter in self._all:
             if id(parameter) not in before:  # nothing has dropped its gradients since it was last stepped
                 parameter.grad = None
-        return sum(all(config.scheduler.optimizer is not o for o in optimizers) for config in self.made.schedulers)
+        of = [getattr(config.scheduler, "optimizer", config.optimizer) for config in self.made.schedulers]
+        return sum(all(one is not optimizer for optimizer in optimizers) for one in of)
 
     def _clip(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         if self._own_clip:

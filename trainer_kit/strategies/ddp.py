@@ -263,14 +263,17 @@ class DDPStrategy(Strategy):
 
         wrapper: Any = ddp  # the two methods have no types
 
-        def inside() -> AbstractContextManager[Any]:
+        @contextmanager
+        def inside() -> Iterator[None]:
             # Each attempt begins with rank 0's buffers. They are sent here, not in the first forward: a rank whose
             # memory is full before its forward would leave the others waiting for it.
             ddp.require_forward_param_sync = True
             if wrapper.will_sync_module_buffers():
                 wrapper._sync_buffers()
             ddp.require_forward_param_sync = False
-            return ddp.no_sync()
+            with ddp.no_sync():
+                yield
+            ddp.require_forward_param_sync = True  # the next step begins with them too
 
         return inside
 

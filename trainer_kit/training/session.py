@@ -31,12 +31,13 @@ from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import collect, finished
+from trainer_kit.state.optimizer_states import exchange_optimizers
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper
-from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, check_parameters, parameters_of
+from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, parameters_of
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -77,6 +78,18 @@ class _Argument:
 
     def __set__(self, instance: Any, value: Any) -> NoReturn:
         raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
+
+
+@final
+class _InUse(list[Optimizer]):
+    """The optimizers of a fit; to replace one of them, all are set together."""
+
+    def __setitem__(self, *given: Any) -> NoReturn:
+        raise ConfigurationError(
+            "the optimizers of a run are set together",
+            found="trainer.optimizers[...] = ...",
+            fix="trainer.optimizers = [...], with all of them",
+        )
 
 
 def nothing(*arguments: Any) -> None:
@@ -620,21 +633,23 @@ class Session:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the running fit."""
-        return [] if self.run is None else self.run.stepper.made.optimizers
+        return [] if self.run is None else _InUse(self.run.stepper.made.optimizers)
 
     @optimizers.setter
-    def optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        if self.run is None:
+    def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
+        if self.run is None or self.state_verb != "fit":
             raise ConfigurationError(
                 "no fit is running, whose optimizers these would be",
                 found="trainer.optimizers = ...",
                 fix="return them from configure_optimizers, or set them in a hook",
             )
-        stepper = self.run.stepper
-        left = stepper.replace(list(optimizers))
-        check_parameters(stepper.made, self.run.module, self.strategy, self.print)
-        if left:
-            self.say(f"{left} schedulers change optimizers that trainer.optimizers = ... has replaced")
+        given = [OptimizerProxy.unwrapped(one) for one in as_list(optimizers, Optimizer)]
+        for one in given:
+            if not isinstance(one, Optimizer):
+                raise ConfigurationError(
+                    "this is no optimizer", found=repr(one), fix="trainer.optimizers = [optimizer]"
+                )
+        exchange_optimizers(self.run, given)
 
     @property
     def manual_optimizers(self) -> list[Any]:
