@@ -38,7 +38,11 @@ LONG = (
     '"nf4"',
     "Float8Precision(",
     "transformers",
-)  # several ranks, or a vendor's library to import
+    "torchmetrics",
+    "Averaging(",
+    "FSDPStrategy(",
+    "devices=2,",
+)  # several ranks, or a library to import for seconds
 CASES = [
     pytest.param(
         source,
@@ -81,3 +85,15 @@ def test_decisions_are_whole() -> None:
         assert re.match(r"\d{4}-[a-z0-9-]+\.md$", record.name), record.name
         for part in ("## Context", "## Decision", "## Rejected"):
             assert f"\n{part}\n" in text, f"{record.name} lacks {part}"
+
+
+def test_the_learn_pages_tell_of_one_model() -> None:
+    """A reader saves it on the first page, and sees nothing else on the others."""
+    first, *others = [
+        scripts((ROOT / "docs" / "learn" / f"{name}.md").read_text(encoding="utf-8"))[0][1]
+        for name in ("first-run", "real-training", "several-devices", "big-models", "clusters")
+    ]
+    model = first[: first.index("tk.seed_everything")]
+    assert "class LanguageModel" in model
+    for other in others:
+        assert other.startswith(model.rstrip())

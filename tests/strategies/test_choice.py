@@ -12,7 +12,8 @@ import torch.distributed as dist
 import trainer_kit as tk
 from trainer_kit.core.errors import ConfigurationError, RegistryError, StrategyError
 from trainer_kit.core.registry import STRATEGIES
-from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy
+from trainer_kit.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from trainer_kit.strategies.single import Alone
 from trainer_kit.testing import TinyModule
 from trainer_kit.training.entry_points import _sync_batchnorm
 
@@ -157,6 +158,24 @@ def test_a_registered_word(monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = made(strategy="mine")
     trainer.fit(TinyModule(), DATA)
     assert trainer.global_step == 4
+
+
+def test_a_registered_class_without_a_constructor(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(Strategy):
+        name = "plain"
+
+        def start(self) -> None:
+            self.world = self.data = self.losses = self.reports = Alone()
+
+        def describe(self) -> str:
+            return "plain"
+
+    monkeypatch.setattr(STRATEGIES, "_targets", dict(STRATEGIES._targets))
+    STRATEGIES.register("plain", Plain)
+    trainer = made(strategy="plain")
+    trainer.fit(TinyModule(), DATA)
+    assert trainer.global_step == 4
+    assert trainer.strategy.device == torch.device("cpu")
 
 
 def test_an_unknown_communication_hook() -> None:

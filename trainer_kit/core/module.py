@@ -19,7 +19,7 @@ from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
 
-__all__ = ["TrainModule"]
+__all__ = ["TrainModule", "build_once"]
 
 __getattr__ = other_names(__name__)
 
@@ -95,7 +95,10 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         rank_zero_warn("TrainModule.configure_optimizers has no default: it returns None, and nothing is stepped")
 
     def configure_model(self) -> None:
-        """Build layers here to create them on the right device, in the right dtype, or sharded."""
+        """Build layers here to create them on the right device, in the right dtype, or sharded.
+
+        Called once for a module, by its first entry point or by `load_from_checkpoint`.
+        """
 
     def configure_parallel(self, mesh: Any) -> ParallelPlan | None:
         """Return how the module may be split over processes; called by strategies that split it.
@@ -400,7 +403,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         if hparams_file is not None:
             state["hyper_parameters"] = read_hparams(hparams_file)
         module = construct(cls, state["hyper_parameters"], kwargs)
-        module.configure_model()
+        build_once(module)
         if overridden:
             module.on_load_checkpoint(state)
         module.load_state_dict(state["state_dict"], strict=module.strict_loading if strict is None else strict)
@@ -447,6 +450,13 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         state["_trainer"] = None  # a copy of the module is not a copy of the run
         state.pop("log", None)  # a compiled run overrides the method on the instance
         return state
+
+
+def build_once(module: Any) -> None:
+    """Call ``configure_model``, unless this module was built before: new layers would replace the trained ones."""
+    if "_built" not in vars(module):
+        module.configure_model()
+        vars(module)["_built"] = True
 
 
 @contextmanager

@@ -50,6 +50,9 @@ class Strategy(ABC):
     Subclass it once, and override what your engine does differently from one process on one device: that is what every
     default does, so that each is true for an engine that changes nothing. What the loop must know in advance is an
     attribute here (`sharded`, `lockstep`, `owns_step`, …), declared by the engine; the loop never compares names.
+
+    Args:
+        device: the device of this rank; a registered word makes the strategy with it.
     """
 
     never_called: ClassVar[Mapping[str, str]] = {
@@ -99,6 +102,10 @@ class Strategy(ABC):
 
     device: torch.device
     """Where this rank computes; the Trainer sets it before `start`."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
     world: Group
     """All processes; set by `start`, as the three that follow."""
     data: Group

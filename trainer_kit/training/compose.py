@@ -19,7 +19,7 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.location import Location
-from trainer_kit.core.module import TrainModule
+from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
 from trainer_kit.core.signatures import check_hooks, takes
@@ -551,7 +551,7 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     final = trainer.sharded_alternative is None
     # Build in host memory if the model may have to be sharded.
     with precision.init_context(), strategy.init_context() if final else torch.device("cpu"):
-        module.configure_model()
+        build_once(module)
     if final:
         return
     chosen, why = choose_by_memory(trainer, module, stage, strategy.world)
