@@ -164,6 +164,9 @@ def configuration() -> str:
         "The files of a script's own command line have the arguments of your classes and of the"
         " [`Trainer`](trainer.md) as keys: [a command line for your script](../guide/cli.md).\n",
         "## Top level\n",
+        "The keys from `ec2_instance_type` on describe"
+        " [a job on SageMaker](../guide/command-line.md#a-job-on-sagemaker). `commands` and `command_file` are for"
+        " [`trainer-kit tpu-config`](../guide/command-line.md#trainer-kit-tpu-config-the-command-for-a-tpu-pod).\n",
         "\n".join([*head, *(_key(option) for option in TOP.values()), ""]),
     ]
     for section, options in SECTIONS.items():

@@ -220,7 +220,7 @@ _TOP: Final = (
     Option("same_network", **_SWITCH),
     Option("downcast_bf16", **_SWITCH, ignored="the precision of XLA is mixed_precision"),
     Option("enable_cpu_affinity", **_SWITCH, ignored="processes are not bound to cores"),
-    *_each(str, "tpu_name", "tpu_zone", ignored=_POD),
+    *_each(str, "tpu_name", "tpu_zone", ignored=f"{_POD}; tpu-config reads it"),
     Option("tpu_vm", many=True, aliases=("vm",), flags=("--tpu_vm", "--vm"), ignored=_POD),
     Option("tpu_use_cluster", **_SWITCH, aliases=("tpu_cluster",),
            flags=("--tpu_use_cluster", "--tpu_cluster/--no_tpu_cluster")),
