@@ -542,6 +542,20 @@ def test_validation_stops_and_begins_with_its_loaders(none, given, validated, ca
     assert [line.split(" on:")[0] for line in lines] == changes
 
 
+def test_intervals_without_a_validation_loader_are_not_due_when_there_is_one():
+    class Later(Reloads):
+        def val_dataloader(self):
+            return super().val_dataloader() if self.current_epoch > 1 else None
+
+        def on_validation_start(self):
+            steps.append(self.global_step)
+
+    steps: list[int] = []
+    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1, "log_every_n_steps": 1}
+    tk.Trainer(**options, max_epochs=4, val_check_interval=4, check_val_every_n_epoch=None).fit(Later())
+    assert steps == [8, 12]
+
+
 def test_a_run_resumes_in_an_epoch_without_validation(tmp_path):
     class Sometimes(Reloads):
         def val_dataloader(self):

@@ -210,6 +210,28 @@ def test_a_close_waits_for_a_first_call_but_not_for_ever(tmp_path, capsys, relea
     assert "20 values are not logged there; all values are in" in left
 
 
+def test_a_run_that_a_signal_ends_does_not_wait_longer_for_a_first_call(tmp_path, released, monkeypatch):
+    waits = []
+    monkeypatch.setattr(delivery, "_PATIENCE", 0.5)
+    monkeypatch.setattr(delivery.Delivery, "_wait_for_start", lambda self, until: waits.append(until))
+
+    class Ended(Logs):
+        def training_step(self, batch, batch_idx):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, batch_idx)
+
+    def fault(name, count):
+        released.wait(30)
+
+    trainer = Trainer(
+        logger=Faulty(fault), enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, accelerator="cpu",
+    )  # fmt: skip
+    with pytest.raises(SystemExit):
+        trainer.fit(Ended(), [torch.randn(2, 32) for _ in range(3)])
+    assert waits == []
+
+
 def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
     def fault(name, count):
         if name == "log_metrics" and count <= 3:

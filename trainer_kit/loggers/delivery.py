@@ -531,14 +531,15 @@ class Deliveries:
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``; None to wait only.
             at_once: wait 1 second instead of 10; a slower logger gets the rest of its calls later. Otherwise a logger
-                that is still in its first call gets up to 60 seconds from the beginning of that call.
+                that is still in its first call gets up to 60 seconds from the beginning of that call, unless a signal
+                ends the run: the sender may kill it after 30 seconds.
         """
         deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
         closing = self.each()
         for one in closing:
             one.close(status)
         for one in closing:
-            if one.wait_closed(deadline, grace=not at_once):
+            if one.wait_closed(deadline, grace=not at_once and status != "interrupted"):
                 del self._each[id(one.logger)]
 
 

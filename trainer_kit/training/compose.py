@@ -337,6 +337,7 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
         now.feeds, now.limits = made.feeds, made.limits
     else:
         run.validation = made
+        run.schedule.mark_checked(run.progress)  # intervals without a loader are not due when there is one
     run.schedule.validates = made is not None
     trainer.num_val_batches = [] if made is None else [float("inf") if one is None else one for one in made.limits]
 
