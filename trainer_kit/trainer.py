@@ -16,6 +16,7 @@ from trainer_kit.build import (
 )
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
 from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
@@ -130,7 +131,9 @@ class Trainer(Session):
         6
     """
 
-    @known_arguments(FORMER_ARGUMENTS)
+    former_methods = TRAINER_METHODS
+
+    @known_arguments({**TRAINING_ARGUMENTS, **FORMER_ARGUMENTS})
     def __init__(
         self,
         *,

@@ -235,7 +235,9 @@ def known_arguments(
                 if name not in known:
                     fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
                     kind = constructor.__qualname__.split(".")[0]
-                    raise ConfigurationError(f"{kind} has no argument {name!r}", found=f"{name}={value!r}", fix=fix)
+                    text = repr(value)
+                    text = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
+                    raise ConfigurationError(f"{kind} has no argument {name!r}", found=f"{name}={text}", fix=fix)
             return constructor(*args, **kwargs)
 
         return checked

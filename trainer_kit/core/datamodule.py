@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.hooks import DataHooks
-from trainer_kit.core.hparams import HParamsMixin, construct, read_hparams
+from trainer_kit.core.hparams import HParamsMixin, classmethod_only, construct, read_hparams
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
@@ -43,7 +43,7 @@ class DataModule(DataHooks, HParamsMixin):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
 
-    @classmethod
+    @classmethod_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,

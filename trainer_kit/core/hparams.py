@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["HParams", "HParamsMixin", "construct", "constructor_arguments", "read_hparams"]
+__all__ = ["HParams", "HParamsMixin", "classmethod_only", "construct", "constructor_arguments", "read_hparams"]
 
 
 class HParams(dict[str, Any]):
@@ -80,7 +80,42 @@ def construct(cls: type, hparams: Mapping[str, Any], given: Mapping[str, Any]) -
             found=", ".join(f"{name}={hparams[name]['repr']}" for name in missing),
             fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in missing)})",
         )
+    needed = [
+        one.name
+        for one in inspect.signature(cls).parameters.values()
+        if one.default is one.empty and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+    ]
+    absent = [name for name in needed if name not in taken and name not in given]
+    if absent:
+        raise ConfigurationError(
+            f"the checkpoint has no value for these arguments of {cls.__name__}: {', '.join(absent)}",
+            found=f"hyperparameters: {', '.join(map(str, hparams)) or 'none'}",
+            fix=f"pass them: load_from_checkpoint(path, {', '.join(f'{name}=...' for name in absent)}); or call"
+            " self.save_hyperparameters() in __init__, so that checkpoints hold them",
+        )
     return cls(**{**taken, **given})
+
+
+if TYPE_CHECKING:
+    classmethod_only = classmethod
+else:
+
+    class classmethod_only(classmethod):
+        """A classmethod that refuses a call on an object: the caller would take the object for the result."""
+
+        def __get__(self, instance, owner=None):
+            if instance is None:
+                return super().__get__(instance, owner)
+            name, kind = self.__func__.__name__, type(instance).__name__
+
+            def refuse(*args, **kwargs):
+                raise ConfigurationError(
+                    f"{name} makes a new object, and leaves this one as it is",
+                    found=f"a call on an object of {kind}",
+                    fix=f"call it on the class, and keep the result: {kind}.{name}(...)",
+                )
+
+            return refuse
 
 
 def _is_repr(value: Any) -> bool:

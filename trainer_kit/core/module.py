@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
-from trainer_kit.core.hparams import HParamsMixin, construct, read_hparams
+from trainer_kit.core.hparams import HParamsMixin, classmethod_only, construct, read_hparams
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
@@ -374,7 +374,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     # -- in and out ----------------------------------------------------------------------------------------------
 
-    @classmethod
+    @classmethod_only
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,

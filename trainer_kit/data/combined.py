@@ -318,6 +318,10 @@ class CombinedSource(Source):
         self._spots: list[Spot] = []
         self._states: list[Any] = []
 
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+
     @property
     def length(self) -> int | None:
         return combined_length(self.combined.mode, [source.length for source in self.sources])

@@ -303,6 +303,7 @@ class Feed:
         self.samples = self._source.samples
         self.first_state = self._source.first_state
         self.describe = self._source.describe
+        self.close = self._source.close
 
     @property
     def length(self) -> int | None:
@@ -401,9 +402,9 @@ def _open(loader: Any, place: Place) -> Source:
         isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     )
     if one or not isinstance(loader, Iterable):
-        raise DataError(
-            "this is not a loader",
-            found=f"a {type(loader).__name__}",
-            fix="call it and pass what it returns" if callable(loader) else "pass a DataLoader or a list of batches",
-        )
+        fix = "call it and pass what it returns" if callable(loader) else "pass a DataLoader or a list of batches"
+        if isinstance(loader, (Dataset, Tensor)):
+            data = "TensorDataset(inputs, targets)" if isinstance(loader, Tensor) else "dataset"
+            fix = f"pass a DataLoader: DataLoader({data}, batch_size=32), with shuffle=True for training"
+        raise DataError("this is not a loader", found=type(loader).__name__, fix=fix)
     return StreamSource(loader, place)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.data.sizes import BatchSizes
@@ -21,6 +22,7 @@ __all__ = [
     "Place",
     "Source",
     "copied",
+    "end_workers",
     "generator_states",
     "kind_of",
     "one_for_one",
@@ -143,6 +145,9 @@ class Source(ABC):
         ``turn`` counts the passes within one epoch; ``state`` is the state at batch ``start``, if there is one.
         """
 
+    def close(self) -> None:
+        """End the workers that live until the end of the run. Default: there are none."""
+
     def samples(self, index: int) -> int | None:
         """Return the number of samples of a global micro-batch over all ranks. Default: unknown."""
         return None
@@ -211,6 +216,18 @@ def one_for_one(loader: DataLoader[Any]) -> bool:
     kind: Any = type(loader)
     made_by = {kind.__iter__.__module__.partition(".")[0], kind._get_iterator.__module__.partition(".")[0]}
     return made_by <= {"torch", "torchdata"} and (loader.num_workers == 0 or getattr(loader, "in_order", True))
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End the persistent workers of a loader that this library has copied.
+
+    Garbage collection of a cycle closes the pipes to the workers before the loader can ask them to end, and then waits
+    five seconds for each.
+    """
+    iterator = loader._iterator
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):  # torchdata's keeps a state, and is another class
+        loader.__dict__["_iterator"] = None
+        iterator._shutdown_workers()
 
 
 def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | None]:

@@ -29,6 +29,7 @@ from trainer_kit.data.place import (
     Place,
     Source,
     copied,
+    end_workers,
     generator_states,
     kind_of,
     one_for_one,
@@ -185,6 +186,9 @@ class IndexedSource(Source):
     def state(self) -> Any:
         return {"generators": self._began} if self.generators else None
 
+    def close(self) -> None:
+        end_workers(self.loader)
+
     def indices(self, epoch: int, batch: int) -> list[Any] | None:
         if not self._drawn:
             return None
@@ -327,6 +331,10 @@ class StreamSource(Source):
         self.rolls = self.stateful and not self.workers_end
         self.generators = own_generators(loader) if isinstance(loader, DataLoader) else []
         self._began = []  # in checkpoints a list, also without generators
+
+    def close(self) -> None:
+        if isinstance(self.loader, DataLoader):
+            end_workers(self.loader)
 
     @property
     def length(self) -> int | None:

@@ -137,7 +137,9 @@ class Metrics:
                 fix="log it in a step or epoch hook, or hand it to trainer.log_metrics(...)",
             )
         if not isinstance(name, str):
-            raise LogError("a metric's name is a string", found=repr(name))
+            raise LogError(
+                "a metric's name is a string", found=repr(name), fix="the name comes first: self.log(name, value)"
+            )
         entry = Entry(self.hook, name, self.loader, options)
         if self.loader is not None and not entry.place:
             others = [

@@ -95,7 +95,13 @@ class Search:
             for callback in self.callbacks:
                 if callback.best_model_path:
                     return locate(callback.best_model_path)
-            raise CheckpointError("best", None, "no checkpoint callback of this Trainer has a best checkpoint yet")
+            raise CheckpointError(
+                "best",
+                None,
+                "no checkpoint callback of this Trainer has a best checkpoint yet",
+                fix='"best" is known after a fit of this Trainer with a ModelCheckpoint; pass a path, or "last" for the'
+                " newest checkpoint on disk",
+            )
         if ckpt_path == "last":
             root = self.files.root
             newest = on_rank_zero(self.world, lambda: self._newest(whole_first))
@@ -105,7 +111,11 @@ class Search:
                 self.files.say(f"no checkpoint below {root} yet: this run starts from the beginning")
             return newest
         if not isinstance(ckpt_path, (str, os.PathLike)):
-            raise ConfigurationError('ckpt_path is a path, a URL, "last" or "best"', found=repr(ckpt_path))
+            raise ConfigurationError(
+                'ckpt_path is a path, a URL, "last" or "best"',
+                found=repr(ckpt_path),
+                fix='ckpt_path="last" takes the newest checkpoint' if ckpt_path is True else None,
+            )
         path = locate(ckpt_path)
         fail_together(self.world, lambda: self._check_path(path))
         return path

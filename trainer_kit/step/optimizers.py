@@ -9,7 +9,7 @@ from typing import Any, Final
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.module import TrainModule
@@ -180,7 +180,9 @@ def _one(value: Any, where: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
     raise ConfigurationError(
         f"{where} is not an optimizer",
         found=type(value).__name__,
-        fix="return an optimizer, a list, or a dict with 'optimizer'",
+        fix="return [optimizer], [scheduler]"
+        if isinstance(value, (LRScheduler, ReduceLROnPlateau))
+        else "return an optimizer, a list, or a dict with 'optimizer'",
     )
 
 

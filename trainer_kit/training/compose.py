@@ -5,6 +5,7 @@ Also resolves ``strategy="auto"`` on several processes: DDP if a full replica of
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Final
@@ -13,6 +14,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, Dataset
 
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
@@ -76,7 +78,9 @@ def check_module(module: Any, stage: str) -> None:
         raise ConfigurationError(
             "this is not a TrainModule",
             found=type(module).__name__,
-            fix="subclass trainer_kit.TrainModule (your model may be an attribute of it)",
+            fix=f"the module comes first: trainer.{stage}(module, loader)"
+            if isinstance(module, (DataLoader, Dataset))
+            else "subclass trainer_kit.TrainModule (your model may be an attribute of it)",
         )
     if "_modules" not in vars(module):
         raise ConfigurationError(
@@ -85,8 +89,17 @@ def check_module(module: Any, stage: str) -> None:
     check_hooks(type(module), ModuleHooks, DataHooks)
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):
+        near = difflib.get_close_matches(needed, [name for name in dir(module) if name.endswith("_step")], cutoff=0.5)
+        own = [name for name in near if name not in dir(TrainModule)]
         raise ConfigurationError(
-            f"{type(module).__name__} has no {needed}", fix=f"define {needed}(self, batch, batch_idx)"
+            f"{type(module).__name__} has no {needed}",
+            found=f"{own[0]}, which is not called" if own else None,
+            fix=f"define {needed}(self, batch, batch_idx)",
+        )
+    if stage == "predict" and not any(is_overridden(name, module, TrainModule) for name in ("predict_step", "forward")):
+        raise ConfigurationError(
+            f"{type(module).__name__} has no predict_step",
+            fix="define predict_step(self, batch, batch_idx), or forward",
         )
 
 
@@ -334,6 +347,8 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
             f"{change} from epoch {run.progress.epoch} on: val_dataloader gave {'no' if made is None else 'a'} batch"
         )
     if now is not None and made is not None:
+        for feed in now.feeds:
+            feed.close()
         now.feeds, now.limits = made.feeds, made.limits
     else:
         run.validation = made
@@ -349,6 +364,7 @@ def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     (limit,) = agreed_limits([limit], strategy.data)
     if trainer.metrics.feed is not None:
         trainer.metrics.feed = feed
+    windows.feed.close()
     windows.feed, windows.limit = feed, limit
     move, windows.ahead = _movement(trainer, run.module, datamodule, feed)
     run.micro.move = move if windows.ahead is None else None

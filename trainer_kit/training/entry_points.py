@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Final, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
-from torch import Tensor, nn
+from torch import nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.arguments import as_list
@@ -34,7 +34,6 @@ from trainer_kit.core.errors import (
     RankError,
     TrainerKitError,
     add_note,
-    printable,
 )
 from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.progress import Progress
@@ -74,6 +73,7 @@ from trainer_kit.training.compose import (
     trainable_in_eval,
 )
 from trainer_kit.training.loaders import find_loaders
+from trainer_kit.training.mistakes import note_mistakes
 from trainer_kit.training.session import Session, TunesFit, nothing
 from trainer_kit.training.settle import settle_end
 
@@ -129,7 +129,7 @@ class EntryPoint:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if error is not None:
-            _note_batch(error, self.module)
+            note_mistakes(error, self.module)
             self.trainer.status = TrainerStatus.INTERRUPTED
             if ran_out_of_memory(error):
                 add_note(error, _note_memory(self.trainer, self.stage))
@@ -201,7 +201,7 @@ class EntryPoint:
         if self.is_set_up:
             calls.clear()
         # `_leave` resets the Trainer's state, so it runs after the teardown hooks, which may read it.
-        ends = [self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
+        ends = [self._close_loaders, self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
         self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
 
     def _leave(self, error: BaseException | None) -> None:
@@ -224,6 +224,13 @@ class EntryPoint:
         answer = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
         if answer:  # no step was running
             trainer.say(answer)
+
+    def _close_loaders(self, error: BaseException | None) -> None:
+        run = self.trainer.run
+        evaluations = [self.trainer.evaluation, None if run is None else run.validation]
+        feeds = [feed for one in evaluations if one is not None for feed in one.feeds]
+        for feed in feeds if run is None else [run.windows.feed, *feeds]:
+            feed.close()
 
     def _stop(self, error: BaseException | None) -> None:
         if self.stage == "fit":
@@ -637,31 +644,6 @@ def _max_restarts() -> int:
     return int(value)
 
 
-_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
-_TWICE: Final = "backward through the graph a second time"
-_LONGEST: Final = 400  # characters of a description
-
-
-def _note_batch(error: BaseException, module: Any) -> None:
-    """Add a note to an exception from a step: the layer that failed and the shapes of the batch.
-
-    Both are read from the traceback, so a step that succeeds has no overhead.
-
-    Args:
-        error: the exception; errors of this library and interrupts get no note.
-        module: the module whose step ran.
-    """
-    if isinstance(error, TrainerKitError) or not isinstance(error, Exception):
-        return
-    with suppress(Exception):  # a batch or a layer that cannot be described must not hide the error
-        frames = list(_frames(error.__traceback__))
-        at = next((i for i, frame in enumerate(frames) if _is_step(frame, module)), None)
-        if at is not None:
-            add_note(error, _described(frames[at], frames[at + 1 :], module))
-        if _TWICE in str(error):
-            add_note(error, _twice(module))
-
-
 def _note_memory(trainer: Session, stage: str) -> str:
     device = trainer.strategy.device
     local = max(1, trainer.environment.local_world_size)
@@ -673,51 +655,3 @@ def _note_memory(trainer: Session, stage: str) -> str:
         "  fix:   callbacks=[AutoMicroBatch()] repeats such a step with smaller micro-batches (one device and DDP); or"
         " half the batch size with accumulate_grad_batches=2, precision='bf16-mixed', strategy='fsdp'"
     )
-
-
-def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
-    while traceback is not None:
-        yield traceback.tb_frame
-        traceback = traceback.tb_next
-
-
-def _is_step(frame: FrameType, module: Any) -> bool:
-    names = frame.f_code.co_varnames
-    return frame.f_code.co_name in _STEPS and len(names) > 1 and frame.f_locals.get(names[0]) is module
-
-
-def _described(step: FrameType, inner: list[FrameType], module: nn.Module) -> str:
-    names = {id(part): name for name, part in module.named_modules() if name}
-    failed = [frame.f_locals.get("self") for frame in inner]
-    layers = [part for part in failed if isinstance(part, nn.Module) and id(part) in names]
-    where = f"in {type(module).__name__}.{step.f_code.co_name}"
-    if layers:
-        layer = layers[-1]
-        where += f", module {names[id(layer)]!r}: {type(layer).__name__}({printable(layer.extra_repr(), 200)})"
-    _, batch, *rest = step.f_code.co_varnames  # self, batch, batch_idx, and other locals of the step
-    index = step.f_locals.get(rest[0]) if step.f_code.co_argcount > 2 else None
-    number = f" {index}" if isinstance(index, int) else ""
-    if batch not in step.f_locals:  # deleted
-        return where
-    return f"{where}; batch{number}: {printable(_shapes(step.f_locals[batch]), _LONGEST)}"
-
-
-def _shapes(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_shapes(part)}' for name, part in list(value.items())[:20])}}}"
-    if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {len(value)}: ({', '.join(map(_shapes, value[:10]))})"
-    return type(value).__name__
-
-
-def _twice(module: Any) -> str:
-    name = type(module).__name__
-    own = (
-        f"the Trainer calls backward on the loss that {name}.training_step returns: remove backward() from the step, or"
-        " set self.automatic_optimization = False and call self.manual_backward(loss) once"
-        if module.automatic_optimization
-        else f"{name}.training_step calls backward on one loss more than once"
-    )
-    return f"{own}; or the loss reaches back into the graph of an earlier batch: detach what the module keeps"

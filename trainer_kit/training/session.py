@@ -148,6 +148,8 @@ class Session:
     async_save: bool
     barebones: bool
     fast_dev_run: bool | int
+    former_methods: Mapping[str, str] = {}
+    """What to call instead of methods that trainers of other libraries have, by name."""
 
     def __init__(
         self,
@@ -871,7 +873,7 @@ class Session:
             fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
             if not name.startswith("_"):
                 known = [one for one in dir(type(self)) if not one.startswith("_")]
-                fix = did_you_mean(name, known, "dir(trainer) lists its attributes")
+                fix = self.former_methods.get(name) or did_you_mean(name, known, "dir(trainer) lists its attributes")
             raise AttributeError(str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix)))
 
     validate_loop = _Elsewhere(

@@ -1,0 +1,205 @@
+"""What newcomers from Lightning, Accelerate, Transformers and plain PyTorch write first, and what answers them."""
+
+import inspect
+import multiprocessing
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import trainer_kit as tk
+from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, LogError
+from trainer_kit.testing import TinyModule
+
+BATCHES = [torch.randn(4, 32) for _ in range(2)]
+TAKEN = list(inspect.signature(tk.Trainer).parameters)
+
+
+def trainer(**options):
+    return tk.Trainer(**{"max_epochs": 1, "barebones": True, **options})
+
+
+@pytest.mark.parametrize("name", TRAINING_ARGUMENTS)
+def test_an_argument_of_another_library_is_refused_with_its_replacement(name):
+    with pytest.raises(ConfigurationError, match=f"Trainer has no argument '{name}'") as error:
+        tk.Trainer(**{name: 3})
+    assert error.value.fix == TRAINING_ARGUMENTS[name].format(value="3")
+    written = error.value.fix.partition("=")[0]
+    assert "=" not in error.value.fix or not written.isidentifier() or written in TAKEN
+
+
+def test_a_long_value_is_named_by_its_class():
+    with pytest.raises(ConfigurationError) as error:
+        tk.Trainer(model=nn.Sequential(*[nn.Linear(2, 2) for _ in range(9)]))
+    assert error.value.found == "model=a Sequential"
+
+
+@pytest.mark.parametrize("name", TRAINER_METHODS)
+def test_a_method_of_another_trainer_is_refused_with_its_replacement(name):
+    with pytest.raises(AttributeError) as error:
+        getattr(trainer(), name)
+    assert TRAINER_METHODS[name] in str(error.value)
+
+
+def test_load_from_checkpoint_of_an_object_is_refused(tmp_path):
+    """It returns a new module; a caller who ignores the result has random weights."""
+
+    class Data(tk.DataModule):
+        pass
+
+    for owner in (TinyModule(), Data()):
+        with pytest.raises(ConfigurationError, match="makes a new object") as error:
+            owner.load_from_checkpoint(tmp_path)
+        assert f"{type(owner).__name__}.load_from_checkpoint" in error.value.fix
+    assert inspect.ismethod(TinyModule.load_from_checkpoint)
+
+
+def test_a_checkpoint_without_a_needed_argument(tmp_path):
+    class Sized(tk.TrainModule):
+        def __init__(self, size, *, depth):
+            super().__init__()
+            self.layer = nn.Linear(32, size)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    made = trainer()
+    made.fit(Sized(2, depth=2), BATCHES)
+    made.save_checkpoint(tmp_path / "here")
+    with pytest.raises(ConfigurationError, match="no value for these arguments of Sized: size, depth") as error:
+        Sized.load_from_checkpoint(tmp_path / "here")
+    assert "save_hyperparameters" in error.value.fix
+    assert isinstance(Sized.load_from_checkpoint(tmp_path / "here", size=2, depth=2), Sized)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return torch.randn(32)
+
+
+@pytest.mark.parametrize("data", [Rows(), torch.randn(4, 32)])
+def test_data_without_a_loader(data):
+    with pytest.raises(DataError, match="not a loader") as error:
+        trainer().fit(TinyModule(), data)
+    assert "DataLoader(" in error.value.fix
+    assert "shuffle=True" in error.value.fix
+
+
+def test_the_loader_before_the_module():
+    with pytest.raises(ConfigurationError, match="not a TrainModule") as error:
+        trainer().fit(DataLoader(Rows()), TinyModule())
+    assert error.value.fix == "the module comes first: trainer.fit(module, loader)"
+
+
+def test_a_step_with_another_name():
+    class Named(tk.TrainModule):
+        def train_step(self, batch, batch_idx):
+            pass
+
+    with pytest.raises(ConfigurationError, match="has no training_step") as error:
+        trainer().fit(Named(), BATCHES)
+    assert error.value.found == "train_step, which is not called"
+
+
+def test_predictions_of_a_module_without_forward():
+    class Steps(tk.TrainModule):
+        pass
+
+    with pytest.raises(ConfigurationError, match="has no predict_step"):
+        trainer().predict(Steps(), BATCHES)
+
+
+def test_an_optimizer_and_its_scheduler_without_lists():
+    class Pair(TinyModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    with pytest.raises(ConfigurationError, match="is not an optimizer") as error:
+        trainer().fit(Pair(), BATCHES)
+    assert error.value.fix == "return [optimizer], [scheduler]"
+
+
+def test_the_value_before_the_name():
+    class Swapped(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.log(batch.mean(), "mean")
+
+    with pytest.raises(LogError, match="name is a string") as error:
+        trainer().fit(Swapped(), BATCHES)
+    assert "self.log(name, value)" in error.value.fix
+
+
+def test_a_checkpoint_that_is_true_or_best_before_a_fit():
+    with pytest.raises(ConfigurationError) as error:
+        trainer().fit(TinyModule(), BATCHES, ckpt_path=True)
+    assert 'ckpt_path="last"' in error.value.fix
+    with pytest.raises(CheckpointError, match="no checkpoint callback") as error:
+        trainer().test(TinyModule(), BATCHES, ckpt_path="best")
+    assert '"last"' in error.value.fix
+
+
+def notes(error):
+    return "\n".join(error.value.__notes__)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_a_step_that_moves_its_batch_to_a_device_that_is_not_here():
+    class Moves(TinyModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch.cuda(), batch_idx)
+
+    with pytest.raises((AssertionError, RuntimeError)) as error:
+        trainer().fit(Moves(), BATCHES)
+    assert "leave out .cuda()" in notes(error)
+
+
+def test_a_dict_given_to_log():
+    class Logs(TinyModule):
+        def training_step(self, batch, batch_idx):
+            self.log({"loss": 1.0})
+
+    with pytest.raises(TypeError) as error:
+        trainer().fit(Logs(), BATCHES)
+    assert "self.log_dict(values)" in notes(error)
+
+
+@pytest.mark.parametrize("make", [torch.randn, lambda length: {"ids": [0] * length}])
+def test_samples_of_different_lengths_without_a_collate_fn(make):
+    loader = DataLoader([make(length) for length in (1, 2)], batch_size=2)
+    with pytest.raises(RuntimeError) as error:
+        trainer().fit(TinyModule(), loader)
+    assert "collate_fn" in notes(error)
+
+
+@pytest.mark.slow
+def test_persistent_workers_end_with_the_run():
+    """A collected cycle would wait five seconds for each worker, in any later line of the script."""
+
+    def loader():
+        data = TensorDataset(torch.randn(8, 32))
+        return DataLoader(data, 4, num_workers=1, persistent_workers=True, collate_fn=first)
+
+    before = set(multiprocessing.active_children())
+    made = tk.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    made.fit(TinyModule(), loader(), loader())
+    made.validate(TinyModule(), loader())
+    made.fit(Pairs(), [loader(), loader()])
+    assert set(multiprocessing.active_children()) <= before
+
+
+class Pairs(TinyModule):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch[0] + batch[1], batch_idx)
+
+
+def first(samples):
+    return torch.stack([sample[0] for sample in samples])
