@@ -96,9 +96,9 @@ def one_more(content):
     [
         (elsewhere, "not one of this directory"),
         (missing, "does not exist"),
-        (wrong_file, "lists it, but it does not exist"),
+        (wrong_file, r"lists this weight here, but the file does not hold it\n  found: key '(n|a\.w)'"),
         (no_map, "no index of weights"),
-        (one_more, "lists it, but it does not exist"),
+        (one_more, r"lists this weight here, but the file does not hold it\n  found: key 'ghost'"),
     ],
 )
 def test_an_index_that_does_not_match_its_files_is_refused(sharded, tmp_path, change, reason):

@@ -124,6 +124,11 @@ def test_an_argument_out_of_range_is_refused_by_name(name, value):
         settings(**{name: value})
 
 
+def test_an_interval_of_nothing_is_answered_with_its_limit():
+    with pytest.raises(ConfigurationError, match=r"above zero(?s:.*)found: 0ba"):
+        settings(val_check_interval="0ba")
+
+
 @pytest.mark.parametrize("value", [1.5, -1, True, "all"])
 @pytest.mark.parametrize("stage", ["train", "val", "test", "predict"])
 def test_a_limit_out_of_range_is_refused_by_name(stage, value):

@@ -106,6 +106,8 @@ def test_a_batch_that_weighs_nothing_adds_nothing():
 def test_a_window_that_weighs_nothing_is_an_error():
     with pytest.raises(DataError, match=r"(?s)sum to zero.*loss_weight"):
         turns(windows(loader(4), 2, loss_weight=lambda batch: 0.0))
+    with pytest.raises(DataError, match=r"(?s)sum to zero or less.*-1\.0"):
+        turns(windows(loader(4), 2, loss_weight=lambda batch: -1.0))
 
 
 def test_an_epoch_continues_at_the_position_in_progress():

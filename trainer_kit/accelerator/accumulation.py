@@ -265,7 +265,7 @@ class Accumulation:
         if found == self._expected:
             return
         if found <= 0:
-            raise ConfigurationError("the weights of a step sum to zero", found=f"sum of weights {found:g}")
+            raise ConfigurationError("the weights of a step sum to zero or less", found=f"sum of weights {found:g}")
         self.corrected.add(optimizer)
         if gradients is None:
             everything = [p.grad for group in optimizer.param_groups for p in group["params"]]

@@ -287,7 +287,8 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
     held = {name: file.name for file in files for name in read_header(file)}
     for name, file_name in places.items():
         if held.get(name) != file_name:
-            raise CheckpointError(directory / file_name, name, f"{indices[0].name} lists it, but it does not exist")
+            reason = f"{indices[0].name} lists this weight here, but the file does not hold it"
+            raise CheckpointError(directory / file_name, name, reason)
     return files
 
 

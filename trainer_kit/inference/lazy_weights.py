@@ -188,7 +188,8 @@ def _indexed(index: Path) -> OnDisk | dict[str, Tensor]:
         weights |= map_weights(index.parent / name)
     for name, file in places.items():
         if name not in weights:
-            raise CheckpointError(index.parent / file, name, f"{index.name} lists it, but it does not exist")
+            reason = f"{index.name} lists this weight here, but the file does not hold it"
+            raise CheckpointError(index.parent / file, name, reason)
     return weights
 
 

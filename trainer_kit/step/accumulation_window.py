@@ -242,7 +242,7 @@ class WindowLoader:
             return None if len(weights) == 1 else [1 / len(weights)] * len(weights)
         if total <= 0:
             raise DataError(
-                "the weights of an accumulation window sum to zero",
+                "the weights of an accumulation window sum to zero or less",
                 found=f"weights {weights}",
                 fix="loss_weight must be positive",
             )

@@ -221,7 +221,7 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
         interval = Duration.parse(value)
         if interval.value <= 0 or interval.unit in ("ep", "dur"):
             raise ConfigurationError(
-                "val_check_interval has the wrong type or unit",
+                "val_check_interval must be above zero, and not in epochs or parts of the run",
                 found=str(interval),
                 fix="use batches, steps, samples or time",
             )
