@@ -344,7 +344,7 @@ def test_a_closure_under_scaled_gradients(asks_again: bool) -> None:
         return loss
 
     if asks_again:
-        with pytest.raises(ConfigurationError, match=r"(?s)LBFGS computes the loss again.*scaled gradients"):
+        with pytest.raises(ConfigurationError, match=r"(?s)LBFGS evaluates the loss again.*scaled gradients"):
             optimizer.step(closure)
         return
     returned = optimizer.step(closure)

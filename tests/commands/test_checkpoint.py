@@ -170,6 +170,8 @@ COMMANDS = {
         "migrate",
         "report",
         "test",
+        "to-fsdp2",
+        "tpu-config",
     ],
     ("checkpoint",): ["diff", "export", "import", "ls", "repair", "verify"],
 }
