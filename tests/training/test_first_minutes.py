@@ -180,6 +180,68 @@ def test_samples_of_different_lengths_without_a_collate_fn(make):
     assert "collate_fn" in notes(error)
 
 
+def test_torchscript_skips_every_property():
+    names = {name for name in dir(tk.TrainModule) if isinstance(inspect.getattr_static(tk.TrainModule, name), property)}
+    assert names == set(tk.TrainModule.__jit_unused_properties__)
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_a_run_that_logs_nothing_says_how_the_loss_is_shown(logs, capsys):
+    class Logs(TinyModule):
+        def training_step(self, batch, batch_idx):
+            loss = self.layer(batch).square().mean()
+            if logs:
+                self.log("loss", loss)
+            return loss
+
+    made = tk.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False)
+    made.fit(Logs(), BATCHES)
+    assert ('self.log("loss", loss, prog_bar=True)' in capsys.readouterr().out) is not logs
+
+
+@pytest.mark.parametrize(("reads", "interval"), [(True, "epoch"), (True, "step"), (False, "epoch")])
+def test_a_schedule_in_steps_that_advances_once_an_epoch(reads, interval, capsys):
+    """A warm-up over all steps, advanced once an epoch, hardly leaves a learning rate of 0."""
+
+    class Scheduled(TinyModule):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            total = self.trainer.estimated_stepping_batches if reads else 4
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+
+    trainer(max_epochs=2).fit(Scheduled(), BATCHES)
+    printed = "its schedulers advance once an epoch" in capsys.readouterr().out
+    assert printed is (reads and interval == "epoch")
+
+
+def test_a_new_run_beside_an_earlier_one_says_how_to_continue_it(tmp_path, capsys):
+    for epochs in (1, 2):
+        made = tk.Trainer(
+            max_epochs=epochs, default_root_dir=tmp_path, logger=False, enable_progress_bar=False, resume="auto"
+        )
+        made.fit(TinyModule(), BATCHES)
+        printed = capsys.readouterr().out
+        assert ('fit(ckpt_path="last") continues' in printed) is (epochs == 2)
+    made = tk.Trainer(max_epochs=3, default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    made.fit(TinyModule(), BATCHES, ckpt_path="last")
+    assert made.global_step == 6
+
+
+def test_values_logged_without_trackers(tmp_path, capsys):
+    accelerator = tk.Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
+    accelerator.log({"loss": 1.0})
+    accelerator.log({"loss": 2.0})
+    assert capsys.readouterr().out.count("log() before init_trackers()") == 1
+    accelerator.init_trackers("here")
+    accelerator.log({"loss": 3.0})
+    accelerator.end_training()
+    assert not capsys.readouterr().out
+    quiet = tk.Accelerator(cpu=True)
+    quiet.log({"loss": 1.0})
+    assert not capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_persistent_workers_end_with_the_run():
     """A collected cycle would wait five seconds for each worker, in any later line of the script."""

@@ -289,7 +289,7 @@ class Trackers:
         self.continues = False
         self._report: RunReport | None = None
         self._facts: Callable[[], dict[str, Any]] | None = None  # None once the report has begun
-        self._step = -1
+        self._step, self._warned = -1, False
         self._processes = processes
         self._project = project
         self._deliveries = Deliveries(self._processes.print, _label)
@@ -433,6 +433,9 @@ class Trackers:
             step: the step of the values; by default one more than the last.
             log_kwargs: options of the trackers' ``log`` by tracker name.
         """
+        if self.log_with and not self.started and not self._warned:
+            self._warned = True
+            self._processes.print("log() before init_trackers(): no tracker writes these values")
         self._step = self._step + 1 if step is None else step
         if self._facts is not None:
             self._begin_report(self._step)

@@ -499,6 +499,8 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
             lines.append(f"checkpoint: {value}: {callback.best_model_path}")
     if trainer.log_dir is not None:
         lines.append(f"logs: {trainer.log_dir}")
+    if steps and not trainer.callback_metrics:
+        lines.append('nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss')
     return lines
 
 

@@ -57,7 +57,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
             "hparams",
             "hparams_initial",
         ),
-        *("local_rank", "logger", "loggers", "trainer"),
+        *("local_rank", "logger", "loggers", "on_gpu", "trainer"),
     )
     strict_loading: bool = True
     """Whether the keys of a checkpoint must match the module's exactly."""

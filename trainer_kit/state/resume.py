@@ -67,7 +67,9 @@ class Search:
                 return path, False, f"resuming from step {{step}} (verified) of run {old.directory}{done}{end}"
             files.say(f"run {old.directory} has no checkpoint yet: starting it from the beginning{end}")
         elif files.resume == "auto" and files.records:
-            files.say(f'resume="auto": {self._why_new()}: starting a new run')
+            earlier = files.record is not None and files.record.number > 1
+            hint = '; fit(ckpt_path="last") continues from the newest checkpoint of an earlier one' if earlier else ""
+            files.say(f'resume="auto": {self._why_new()}: starting a new run{hint}')
         path = self.find(ckpt_path, whole_first=not weights_only)
         found = f"starting from the weights in {path}" if weights_only else f"resuming from step {{step}} ({path})"
         return path, weights_only, found

@@ -411,7 +411,13 @@ def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Opti
     if trainer.recomputes is not False:  # must precede sharding, too
         _recompute(module, trainer.recomputes, strategy)
     strategy.prepare_module(module, manual, trainer.precision_plugin)
+    trainer.steps_were_read = False
     made = configure_optimizers(module, strategy)
+    if trainer.steps_were_read and made.schedulers and all(one.interval == "epoch" for one in made.schedulers):
+        trainer.say(
+            "configure_optimizers read estimated_stepping_batches, but its schedulers advance once an epoch: return"
+            ' {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}} for a schedule in steps'
+        )
     if not made.optimizers:
         trainer.say("no optimizer: configure_optimizers returned None, so no parameters are updated")
     method = module.training_step

@@ -192,6 +192,7 @@ class Session:
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
         self.run: Fit | None = None
+        self.steps_were_read = False  # `estimated_stepping_batches`, in `configure_optimizers`
         self.evaluation: Evaluation | None = None  # of validate, test or predict
         self._callbacks: list[Callback] = []
         self._own_callbacks: list[Callback] = self._callbacks  # without the module's callbacks
@@ -447,6 +448,7 @@ class Session:
     @property
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps of the whole fit; infinite if no limit is known."""
+        self.steps_were_read = True
         limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
         duration = self.settings.max_duration
         batches = self.num_training_batches
