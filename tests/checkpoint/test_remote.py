@@ -160,7 +160,7 @@ def test_overwriting_needs_a_request_and_never_replaces_other_files(root):
         write_checkpoint(f"{root}/theirs", {}, overwrite=True)
     with pytest.raises(CheckpointError, match="not a checkpoint of this library, so it is not deleted"):
         remove_checkpoint(f"{root}/theirs")
-    with pytest.raises(CheckpointError, match="hidden name"):
+    with pytest.raises(CheckpointError, match="starts with a dot"):
         write_checkpoint(f"{root}/.step", {})
     assert locate(f"{root}/theirs/notes.txt").read_bytes() == b"mine"
 
