@@ -180,6 +180,21 @@ def test_samples_of_different_lengths_without_a_collate_fn(make):
     assert "collate_fn" in notes(error)
 
 
+@pytest.mark.parametrize("given", [BATCHES, DataLoader(Rows()), 5])
+def test_a_third_loader_in_the_place_of_the_datamodule(given):
+    with pytest.raises(ConfigurationError, match="is not a DataModule") as error:
+        trainer().fit(TinyModule(), BATCHES, BATCHES, given)
+    assert "trainer.test(module, loader)" in error.value.fix
+
+
+def test_hyperparameters_that_were_not_saved():
+    class Plain(tk.TrainModule):
+        pass
+
+    with pytest.raises(AttributeError, match=r"no hyperparameter 'lr'.*self\.save_hyperparameters\(\)"):
+        _ = Plain().hparams.lr
+
+
 def test_torchscript_skips_every_property():
     names = {name for name in dir(tk.TrainModule) if isinstance(inspect.getattr_static(tk.TrainModule, name), property)}
     assert names == set(tk.TrainModule.__jit_unused_properties__)

@@ -29,7 +29,8 @@ class HParams(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            raise AttributeError(f"no hyperparameter {name!r}; there are: {', '.join(self) or 'none'}") from None
+            known = ", ".join(self) or "none (self.save_hyperparameters() in __init__ collects its arguments)"
+            raise AttributeError(f"no hyperparameter {name!r}; there are: {known}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
@@ -100,6 +100,12 @@ class EntryPoint:
             if datamodule is not None:
                 raise ConfigurationError("the datamodule is given twice", fix="pass it as datamodule= only")
             loaders, datamodule = None, loaders
+        if isinstance(datamodule, (Iterable, int)):
+            raise ConfigurationError(
+                "datamodule= is not a DataModule",
+                found=type(datamodule).__name__,
+                fix="fit takes training and validation loaders; trainer.test(module, loader) takes the third",
+            )
         self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
         self.is_set_up = is_set_up
         self.fitted = model is None
