@@ -224,6 +224,11 @@ def decaying(net, epoch):
     return torch.optim.Adam(net.last.parameters(), lr=0.05) if epoch == 1 else None
 
 
+class WithTestStep(Net):
+    def test_step(self, batch, batch_idx):
+        pass
+
+
 class Halving(Exchange):
     def on_train_epoch_start(self, trainer, pl_module):
         super().on_train_epoch_start(trainer, pl_module)
@@ -234,7 +239,7 @@ class Halving(Exchange):
 
 class Resuming(Halving):
     def on_load_checkpoint(self, trainer, pl_module, checkpoint):
-        if checkpoint["progress"]["epoch"] > 1:
+        if trainer.training and checkpoint["progress"]["epoch"] > 1:
             trainer.optimizers = [self.make(pl_module, 1)]
 
 
@@ -261,6 +266,8 @@ def test_a_run_that_resumes_sets_them_when_it_loads(tmp_path, make):
     resumed = trained(Resuming(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012")
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
+    trainer = tk.Trainer(accelerator="cpu", barebones=True, callbacks=[Resuming(make)])
+    trainer.test(WithTestStep(), DataLoader(points(), batch_size=4), ckpt_path=tmp_path / "first" / "step-00000012")
     with pytest.raises(tk.CheckpointError, match=r"(?s)had replaced this optimizer.*on_load_checkpoint"):
         trained(Halving(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012")
 
@@ -305,7 +312,7 @@ def test_another_number_and_no_run():
     with pytest.raises(tk.ConfigurationError, match="2 in the place of 1"):
         trainer.fit(Net(), DataLoader(points(), batch_size=4))
     trainer = tk.Trainer(max_epochs=1, accelerator="cpu", barebones=True)
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)no fit is running.*in a hook"):
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)no fit is running.*in a hook.*if trainer.training"):
         trainer.optimizers = []
     with pytest.raises(tk.StrategyError, match=r"trainer\.optimizers = "):
         trainer.strategy.optimizers = []

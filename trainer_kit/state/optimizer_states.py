@@ -180,7 +180,7 @@ def _check_exchanged(
             "optimizer_states",
             None,
             f"trainer.optimizers = [...] had replaced this optimizer by {saved[_CLASS]}",
-            fix="set trainer.optimizers in the hook on_load_checkpoint too, and not again before the first step",
+            fix="set trainer.optimizers in on_load_checkpoint too, if trainer.training, and not again before a step",
         )
 
 

@@ -645,7 +645,7 @@ class Session:
             raise ConfigurationError(
                 "no fit is running, whose optimizers these would be",
                 found="trainer.optimizers = ...",
-                fix="return them from configure_optimizers, or set them in a hook",
+                fix="return them from configure_optimizers, or set them in a hook of fit: `if trainer.training:`",
             )
         given = [OptimizerProxy.unwrapped(one) for one in as_list(optimizers, Optimizer)]
         for one in given:
