@@ -24,7 +24,7 @@ help:
 	@echo "make clean       remove .venv and caches"
 
 # setuptools builds this package, and DeepSpeed, whose setup also imports torch. Modules are compiled at their first
-# import: pip would compile all of torch's, which takes longer than the demo.
+# import: pip would compile all of torch's, which takes longer than the demo. For the tests they are compiled here.
 define INSTALL
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) --no-compile setuptools torch numpy
@@ -39,6 +39,8 @@ endef
 .venv/.stamp: constraints.txt pyproject.toml
 	@echo "making .venv with all that the tests use (a few minutes the first time)"
 	$(call INSTALL,dev)
+	@echo "compiling it (a minute): what tests import first must not warn of its syntax, and hundreds of processes import it"
+	-$(BIN)/python -W ignore -m compileall -q -j 0 .venv/lib
 	@touch .venv/.demo $@
 
 # One thread a process: the tests start several at once, and sums come out the same everywhere.
