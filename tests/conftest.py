@@ -39,6 +39,7 @@ _ONCE_PER_PROCESS = {
     "TORCHINDUCTOR_CACHE_DIR",
     "TRITON_CACHE_DIR",
     "TRITON_PTXAS_PATH",
+    "PYTORCH_NVML_BASED_CUDA_CHECK",  # DeepSpeed, which Transformers imports where Accelerate is installed
     "TF2_BEHAVIOR",
 }
 """What a library sets when it is first imported; nobody can undo it."""

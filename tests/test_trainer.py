@@ -375,7 +375,7 @@ def test_an_interval_that_is_never_reached_is_refused():
 
 
 def test_a_fraction_of_an_unknown_epoch_is_refused():
-    with pytest.raises(ConfigurationError, match=r"(?s)unknown length.*val_check_interval=0.5"):
+    with pytest.raises(ConfigurationError, match=r"(?s)length of the epoch is unknown.*val_check_interval=0.5"):
         fit(train=DataLoader(Stream(5)), val=loader(4), val_check_interval=0.5)
 
 

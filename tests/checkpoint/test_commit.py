@@ -94,7 +94,7 @@ def test_empty_and_wrong_states(tmp_path):
         assert caught.value.key == key
     with pytest.raises(CheckpointError, match=r"info\.loss"):
         write_checkpoint(tmp_path / "wrong", {}, info={"loss": torch.ones(1)})
-    with pytest.raises(CheckpointError, match="hidden"):
+    with pytest.raises(CheckpointError, match="starts with a dot"):
         write_checkpoint(tmp_path / ".wrong", {})
     assert os.listdir(tmp_path) == ["empty"]
 

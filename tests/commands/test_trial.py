@@ -74,7 +74,7 @@ def test_a_file_and_options_are_a_wrong_call(tmp_path):
     (tmp_path / "two.yaml").write_text("num_processes: 2\n")
     done = call(tmp_path, "--config_file=two.yaml", "--devices=1")
     assert done.returncode == 2
-    assert "exclude each other" in done.stderr
+    assert "cannot be combined" in done.stderr
 
 
 @pytest.mark.slow

@@ -510,6 +510,7 @@ def test_a_faulty_logger_on_rank_zero_holds_no_rank_up(tmp_path, kind, method):
     expected = reference(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(delivery, "_PATIENCE", 0.5)
+        patch.setattr(delivery, "_GRACE", 0.5)
         patch.setattr(delivery, "_SHORT", 0.1)
         begun = time.monotonic()
         trainer, weights = fit(tmp_path, logger := Faulty(fault))

@@ -126,7 +126,7 @@ def test_a_used_port_and_a_foreign_address_are_errors(port: int) -> None:
     with pytest.raises(LaunchError, match=r"cannot listen at 192\.0\.2\.1") as caught:
         Machines(2, 0, "192.0.2.1", port, timeout=0.2).meet(ABOUT)
     assert "--main_process_ip" in str(caught.value.fix)
-    with pytest.raises(LaunchError, match="none of them"):
+    with pytest.raises(LaunchError, match="rank of this machine is out of range"):
         Machines(2, 2)
 
 

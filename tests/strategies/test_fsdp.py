@@ -171,7 +171,7 @@ def check_an_optimizer_of_before_steps_the_parts() -> None:
     assert made is net
     strategy.prepare_optimizer(optimizer)
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in net.parameters()}
-    with pytest.raises(StrategyError, match="has stepped"):
+    with pytest.raises(StrategyError, match="was used before its parameters were sharded"):
         strategy.prepare_optimizer(stepped)
 
 

@@ -211,7 +211,7 @@ def test_dropout_draws_the_same_at_both_points() -> None:
 
 @pytest.mark.parametrize("module", [Classifier, ByHand])
 def test_scaled_gradients_cannot_be_computed_again(module: type[Classifier]) -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)SAM computes the loss again.*scaled gradients.*bf16"):
+    with pytest.raises(ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients.*bf16"):
         train(module(make_net(), sam), make_batches(2), precision="16-mixed")
     own = module(make_net(), lambda net: Once(net.parameters(), lr=0.1))
     assert train(own, make_batches(2), precision="16-mixed").global_step == 2
@@ -263,7 +263,7 @@ def test_a_manual_step_cannot_compute_scaled_gradients_again() -> None:
 
             optimizer.step(closure)
 
-    with pytest.raises(ConfigurationError, match=r"(?s)SAM computes the loss again.*scaled gradients"):
+    with pytest.raises(ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients"):
         train(Manual(make_net(), sam), make_batches(2), precision="16-mixed")
     batches, net = make_batches(2), make_net()
     train(Manual(net, sam), batches)

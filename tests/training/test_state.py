@@ -284,7 +284,7 @@ def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
     other = torch.optim.SGD(parameters, lr=0.1)
     with pytest.raises(
         CheckpointError,
-        match=r"the state of Adam, and .* is SGD\n(.*\n)?  fix: +configure Adam, or start a new run from",
+        match=r"the state of Adam, but .* is SGD\n(.*\n)?  fix: +configure Adam, or start a new run from",
     ):
         restore_optimizer(ALONE, other, owned_parameters(ALONE, other), saved, {}, print)
     del saved["class"]  # as checkpoints of before have it

@@ -278,7 +278,7 @@ def test_fits_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
     made = trainer()
     made.fit(Net())
     made.save_checkpoint("weights", weights_only=True)
-    with pytest.raises(tk.ConfigurationError, match="with other weights"):
+    with pytest.raises(tk.ConfigurationError, match="with weights other than"):
         trainer(finder).fit(Net(), ckpt_path="weights", load_weights_only=True)
     made.save_checkpoint("whole")
     trainer(finder, max_epochs=3).fit(Net(), ckpt_path="whole")
