@@ -17,6 +17,7 @@ from typing import Any, Final
 import click
 
 from trainer_kit.commands.main import main
+from trainer_kit.core import lazy
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive
 
 PAGES = Path(__file__).with_name("reference")
@@ -38,6 +39,8 @@ def resolve(name: str) -> Any:
         if not hasattr(value, attribute):
             importlib.import_module(f"{value.__name__}.{attribute}")
         value = getattr(value, attribute)
+    if isinstance(value, lazy._Names):  # `trainer_kit.cli`, after Lightning's module of that path was imported
+        value = lazy._FINDERS["trainer_kit"].get(value.__name__, "__call__")
     return value
 
 

@@ -19,7 +19,7 @@ class Tiny(TrainModule):
     def validation_step(self, batch, batch_idx):
         pass
 
-    test_step = validation_step
+    test_step = predict_step = validation_step
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
