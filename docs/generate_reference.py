@@ -83,19 +83,24 @@ def index() -> str:
     )
 
 
+def _context(command: click.Command, **options: Any) -> click.Context:
+    """With the names of the help option: click keeps the option that a command's first context makes."""
+    return click.Context(command, help_option_names=main.context_settings["help_option_names"], **options)
+
+
 def all_commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
     """A command and its subcommands, depth first, with what a user types."""
     path = (*path, command.name or "")
     yield " ".join(path), command
     if isinstance(command, click.Group):
-        for name in command.list_commands(click.Context(command)):
-            found = command.get_command(click.Context(command), name)
+        for name in command.list_commands(_context(command)):
+            found = command.get_command(_context(command), name)
             assert found is not None
             yield from all_commands(found, path)
 
 
 def _usage(typed: str, command: click.Command) -> str:
-    pieces = command.collect_usage_pieces(click.Context(command, info_name=typed))
+    pieces = command.collect_usage_pieces(_context(command, info_name=typed))
     return " ".join([typed, *pieces])
 
 

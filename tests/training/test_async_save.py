@@ -181,13 +181,16 @@ def test_the_end_of_training_waits(tmp_path, storage):
 
 
 def test_an_exception_does_not_cost_the_save_under_way(tmp_path, storage):
+    timer = threading.Timer(0.3, storage.open.set)
+
     def raises(trainer):
-        threading.Timer(0.3, storage.open.set).start()
+        timer.start()
         raise ValueError("of the user")
 
     with pytest.raises(ValueError, match="of the user"):
         fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step3=raises))
     assert [record.step for record in checkpoints(tmp_path)] == [2]
+    timer.join()
     assert threading.active_count() == 1
 
 
