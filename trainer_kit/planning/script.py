@@ -1,0 +1,175 @@
+"""Run a training script up to its first ``trainer.fit``, and return what the script passes to it."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any, Final, final
+
+from torch import nn
+
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.inference.loading import init_empty_weights
+from trainer_kit.launch.bootstrap import run_words
+from trainer_kit.training.session import Session
+
+__all__ = ["CapturedFit", "captured_fit"]
+
+_HERE: Final = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "num_nodes": 1,
+    "strategy": "single_device",
+    "precision": None,
+    "logger": False,
+}
+"""Arguments of a captured Trainer, which must be made on a machine that has none of the script's devices."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class CapturedFit:
+    """The arguments of a script's first ``trainer.fit``, which has not run.
+
+    Attributes:
+        trainer: the script's Trainer, but on one CPU process, in float32 and without loggers.
+        arguments: the arguments that the script passed to this Trainer, objects included.
+        module: the module.
+        train_dataloaders: the loaders that were passed; None if the datamodule or the module has them.
+        val_dataloaders: likewise.
+        datamodule: the DataModule, or None.
+    """
+
+    trainer: Session
+    arguments: Mapping[str, Any]
+    module: nn.Module
+    train_dataloaders: Any
+    val_dataloaders: Any
+    datamodule: DataModule | None
+
+
+class _Reached(BaseException):
+    """Unwinds the script; an ``except Exception`` of the script does not catch it."""
+
+
+def captured_fit(
+    script: str, arguments: Sequence[str] = (), *, trainer_class: type[Session], empty_weights: bool = False
+) -> CapturedFit:
+    """Run a script as ``python script arguments`` does, and return the arguments of its first ``trainer.fit``.
+
+    The fit does not run, nor does anything after it. ``sys.argv``, ``sys.path[0]`` and ``__main__`` stay those of the
+    script, because workers of data loaders find its classes there: call this once in a process.
+
+    Args:
+        script: the path of the script, which needs no change.
+        arguments: the script's own arguments.
+        trainer_class: the class whose ``fit`` is captured, also in subclasses: `Trainer`.
+        empty_weights: parameters of modules are made on the meta device, with shapes and dtypes and without memory.
+
+    Raises:
+        ConfigurationError: there is no such script, it fails or exits before a fit, or it calls no fit.
+
+    Example:
+        >>> import sys, tempfile
+        >>> from trainer_kit import Trainer
+        >>> main, words, place = sys.modules["__main__"], sys.argv, sys.path[0]
+        >>> source = '''
+        ... import sys, torch, trainer_kit as tk
+        ... from trainer_kit.testing import TinyModule
+        ... tk.Trainer(strategy="fsdp", devices=64).fit(TinyModule(), [torch.randn(int(sys.argv[1]), 32)])
+        ... '''
+        >>> with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        ...     _ = file.write(source), file.flush()
+        ...     fit = captured_fit(file.name, ["4"], trainer_class=Trainer, empty_weights=True)
+        >>> sys.modules["__main__"], sys.argv, sys.path[0] = main, words, place
+        >>> fit.arguments, fit.train_dataloaders[0].shape
+        ({'strategy': 'fsdp', 'devices': 64}, torch.Size([4, 32]))
+        >>> {weight.device.type for weight in fit.module.parameters()}
+        {'meta'}
+    """
+    if not Path(script).is_file():
+        raise ConfigurationError("there is no such script", found=script, fix="give the path of a Python file")
+    found: list[CapturedFit] = []
+    mains: list[Any] = []
+    ended = "it ran to its end"
+    with ExitStack() as stack:
+        stack.enter_context(_capturing(trainer_class, found, mains))
+        if empty_weights:
+            stack.enter_context(init_empty_weights())
+        try:
+            run_words([script, *arguments])
+        except _Reached:
+            pass
+        except SystemExit as error:
+            ended = f"it exited with {error.code!r}"
+        except Exception as error:
+            if not found:  # else the script caught the end of its fit, and failed without the results
+                raise _failed(script, error, empty_weights) from error
+    if not found:
+        raise ConfigurationError(
+            f"{script} calls no Trainer.fit",
+            found=f"{ended}, with the arguments {' '.join(arguments) or '(none)'}",
+            fix="pass the script's arguments after --; a loop of your own over an Accelerator cannot be captured",
+        )
+    sys.modules["__main__"] = mains[0]
+    return found[0]
+
+
+@contextmanager
+def _capturing(trainer_class: Any, found: list[CapturedFit], mains: list[Any]) -> Iterator[None]:
+    """Replace the constructor and ``fit`` of a Trainer: the first adapts its arguments, the second ends the script."""
+    construct, fit = trainer_class.__init__, trainer_class.fit
+    given: dict[int, dict[str, Any]] = {}
+
+    @wraps(construct)
+    def here(self: Session, **arguments: Any) -> None:
+        construct(self, **{**arguments, **_HERE})
+        given[id(self)] = arguments
+
+    @wraps(fit)
+    def capture(self: Session, *values: Any, **named: Any) -> None:
+        bound = inspect.signature(fit).bind(self, *values, **named)
+        bound.apply_defaults()
+        passed = bound.arguments
+        loaders, datamodule = passed["train_dataloaders"], passed["datamodule"]
+        if isinstance(loaders, DataModule):
+            loaders, datamodule = None, loaders
+        found.append(
+            CapturedFit(
+                trainer=self,
+                arguments=given.get(id(self), {}),
+                module=passed["model"],
+                train_dataloaders=loaders,
+                val_dataloaders=passed["val_dataloaders"],
+                datamodule=datamodule,
+            )
+        )
+        mains.append(sys.modules["__main__"])
+        raise _Reached
+
+    trainer_class.__init__, trainer_class.fit = here, capture
+    try:
+        yield
+    finally:
+        trainer_class.__init__, trainer_class.fit = construct, fit
+
+
+def _failed(script: str, error: Exception, empty: bool) -> ConfigurationError:
+    """The error of a script that raised one, with the line of the script that was running."""
+    frames = [
+        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(script).resolve()
+    ]
+    where = f" (line {frames[-1].lineno})" if frames else ""
+    fix = f"run it first: {Path(sys.executable).name} {script}"
+    if empty:
+        fix += "; it works there? then it reads weights before the fit, and modules are made without weights here"
+    return ConfigurationError(
+        f"{script} failed before its Trainer.fit{where}", found=f"{type(error).__name__}: {error}", fix=fix
+    )
