@@ -10,7 +10,8 @@ import torch
 from tests.callbacks.fits import BATCH, Scripted, fit, trainer
 from trainer_kit import TrainModule
 from trainer_kit.callbacks import Callback, DeviceStatsMonitor, ModelCheckpoint, ThroughputMonitor
-from trainer_kit.callbacks.monitors import SECTIONS, device_peak, find_straggler
+from trainer_kit.callbacks.monitors import SECTIONS, find_straggler
+from trainer_kit.core.device_table import device_peak
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
 

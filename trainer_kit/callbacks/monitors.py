@@ -13,11 +13,12 @@ from typing import Any, ClassVar, Final, Literal, final
 import torch
 
 from trainer_kit.callbacks.conditions import following
+from trainer_kit.core.device_table import device_peak
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 
-__all__ = ["SECTIONS", "DeviceStatsMonitor", "SectionTimes", "ThroughputMonitor", "device_peak", "find_straggler"]
+__all__ = ["SECTIONS", "DeviceStatsMonitor", "SectionTimes", "ThroughputMonitor", "find_straggler"]
 
 
 @final
@@ -81,80 +82,6 @@ def _memory_of(device: torch.device) -> dict[str, float]:
     if hasattr(backend, "reset_peak_memory_stats"):
         backend.reset_peak_memory_stats(device)
     return found
-
-
-_PEAKS: Final[Mapping[str, tuple[float, float, float]]] = {
-    # Blackwell: NVIDIA Blackwell and Blackwell Ultra data sheets; "GB" boards have more power for each GPU.
-    "GB300": (2500, 1250, 80),
-    "GB200": (2500, 1250, 80),
-    "B300": (2250, 1100, 75),
-    "B200": (2250, 1100, 75),
-    # Hopper: NVIDIA H100, H200 and GH200 data sheets. The 800 series has the same cores and slower links.
-    "GH200": (989, 494, 67),
-    "H200 NVL": (835, 417, 60),
-    "H200": (989, 494, 67),
-    "H100 NVL": (835, 417, 60),
-    "H100 PCIe": (756, 378, 51),
-    "H100": (989, 494, 67),
-    "H800 PCIe": (756, 378, 51),
-    "H800": (989, 494, 67),
-    # Ada: NVIDIA L4, L40 and L40S data sheets; Ada GPU Architecture white paper (products are summed in float32).
-    "L40S": (362, 183, 91.6),
-    "L40": (181, 90.5, 90.5),
-    "L4": (121, 60, 30.3),
-    "RTX 4090": (165.2, 82.6, 82.6),
-    # Ampere: NVIDIA A100, A800, A10, A30, A40 and RTX A6000 data sheets; of the A10G, AWS's; GA102 white paper.
-    "A100": (312, 156, 19.5),
-    "A800": (312, 156, 19.5),
-    "A10": (125, 62.5, 31.2),
-    "A10G": (70, 35, 35),
-    "A30": (165, 82, 10.3),
-    "A40": (149.7, 74.8, 37.4),
-    "A6000": (154.8, 77.4, 38.7),
-    "RTX 3090 Ti": (80, 40, 40),
-    "RTX 3090": (71, 35.6, 35.6),
-    # Volta and Turing: NVIDIA V100 and T4 data sheets. Neither has TF32.
-    "V100 PCIE": (112, 14, 14),
-    "V100S PCIE": (130, 16.4, 16.4),
-    "V100": (125, 15.7, 15.7),
-    "T4": (65, 8.1, 8.1),
-    # AMD Instinct data sheets. An MI250X is two devices, each with half of what its sheet gives; it has no TF32.
-    "MI325X": (1307.4, 653.7, 163.4),
-    "MI300X": (1307.4, 653.7, 163.4),
-    "MI250X": (191.5, 47.9, 47.9),
-}
-"""TFLOP/s of dense products by words of the device's name: 16-bit floats, TF32, float32.
-
-NVIDIA's sheets give products of tensor cores with sparsity, which is twice the dense figure.
-"""
-_WITHOUT_BF16: Final = ("V100 PCIE", "V100S PCIE", "V100", "T4")
-_OTHER_CHIPS: Final = frozenset(("Ti", "SUPER", "D", "Laptop", "Mobile", "Max", "MIG", "GRID"))
-"""Words of a name that make it another chip than the one without them, or a part of one."""
-
-
-def device_peak(name: str, precision: str) -> float | None:
-    """The largest FLOP/s that a device reaches by its data sheet, without sparsity; None where it is not known.
-
-    Args:
-        name: as the driver gives it.
-        precision: of the Trainer. ``32-true`` counts TF32 where torch's float32 products use it. None is known for
-            64-bit floats, for 8-bit products, and for bf16 on devices that only emulate it.
-
-    Example:
-        >>> device_peak("NVIDIA H100 80GB HBM3", "bf16-mixed"), device_peak("an unknown one", "32-true")
-        (989000000000000.0, None)
-    """
-    words = set(name.replace("-", " ").replace("/", " ").split())
-    known = [key for key in _PEAKS if words.issuperset(key.split())]
-    if not known or any(word in precision for word in ("64", "8", "transformer-engine")):
-        return None
-    chip = max(known, key=len)
-    if (words & _OTHER_CHIPS) - set(chip.split()) or (chip in _WITHOUT_BF16 and "bf16" in precision):
-        return None
-    half, tf32, single = _PEAKS[chip]
-    if "32" in precision:
-        return 1e12 * (single if torch.get_float32_matmul_precision() == "highest" else tf32)
-    return 1e12 * half
 
 
 SECTIONS: Final = ("data", "forward", "backward", "communication", "step", "callbacks", "validation", "checkpoint")
