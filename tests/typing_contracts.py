@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         FSDPStrategy,
         MegatronStrategy,
         MeshStrategy,
+        ModelParallelStrategy,
         SingleDeviceStrategy,
         Strategy,
         XLAStrategy,
@@ -68,11 +69,12 @@ if TYPE_CHECKING:
         ddp: DDPStrategy,
         fsdp: FSDPStrategy,
         mesh: MeshStrategy,
+        model_parallel: ModelParallelStrategy,
         deepspeed: DeepSpeedStrategy,
         megatron: MegatronStrategy,
         xla: XLAStrategy,
     ) -> list[Strategy]:
-        return [single, ddp, fsdp, mesh, deepspeed, megatron, xla]
+        return [single, ddp, fsdp, mesh, model_parallel, deepspeed, megatron, xla]
 
     def transforms(
         pipeline: PipelineParallel,

@@ -51,7 +51,9 @@ def compare(axes: dict[str, int], flags: dict[str, bool], kind: type[Speaker] = 
         train_data, val_data = (DataLoader(texts(*part), batch_size=size) for part in ((22, 1), (6, 2)))
         trainers.append(train(module, train_data, val_data, **LIMITS, **how))
         logged.append(dict(trainers[-1].callback_metrics))
-        predicted.append(torch.cat(trainers[-1].predict(module, val_data)))
+        outputs = trainers[-1].predict(module, val_data)
+        assert {type(output) for output in outputs} == {Tensor}  # no collective is under way
+        predicted.append(torch.cat(outputs))
     assert_alike(mine, one)
     assert torch.cat([p.detach().flatten() for p in one.parameters()]).isfinite().all()
     alone, together = trainers

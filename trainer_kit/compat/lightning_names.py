@@ -164,6 +164,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "serve.servable_module_validator": _at("compat.lightning_serve", "ServableModuleValidator"),
     "strategies": _utilities("ParallelStrategy"),
     "strategies.parallel": _utilities("ParallelStrategy"),
+    "strategies.model_parallel": _at("strategies.model_parallel", "ModelParallelStrategy"),
     "strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
     "trainer": {**_SEED, **_STATES},
     "trainer.states": _STATES,
@@ -206,7 +207,7 @@ _FABRIC_STRATEGIES = {
     **_at("strategies.fsdp", "FSDPStrategy"),
     **_at("strategies.single", "SingleDeviceStrategy"),
     **_at("strategies.strategy", "Strategy"),
-    **_utilities("ParallelStrategy"),
+    **_utilities("ParallelStrategy", ModelParallelStrategy="fabric_model_parallel"),
 }
 PATHS.update(
     {
@@ -221,6 +222,7 @@ PATHS.update(
         "fabric.strategies": _FABRIC_STRATEGIES,
         "fabric.strategies.ddp": _at("strategies.ddp", "DDPStrategy"),
         "fabric.strategies.fsdp": _at("strategies.fsdp", "FSDPStrategy"),
+        "fabric.strategies.model_parallel": _utilities(ModelParallelStrategy="fabric_model_parallel"),
         "fabric.strategies.parallel": _utilities("ParallelStrategy"),
         "fabric.strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
         "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
@@ -252,7 +254,6 @@ _ONLY_ELSEWHERE = (
     "profilers.base",
     "profilers.profiler",
     "profilers.xla",
-    "strategies.model_parallel",
     "strategies.single_xla",
     "utilities.argparse",
     "utilities.cli",
@@ -312,7 +313,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "MODULE_OPTIMIZERS": "torch.optim.Optimizer | list[torch.optim.Optimizer]",
     "MPIEnvironment": _ENVIRONMENT,
     "MPSAccelerator": _HARDWARE,
-    "ModelParallelStrategy": "trainer_kit.strategies.MeshStrategy(dp_shard=..., tp=...), and configure_parallel",
     "NativeMixedPrecisionPlugin": "trainer_kit.precision.MixedPrecision",
     "NeptuneLogger": "Neptune ended its service in 2026; use another logger, such as MLFlowLogger",
     "PassThroughProfiler": "leave it out: a Trainer without a profiler measures nothing",

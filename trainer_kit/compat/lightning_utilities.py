@@ -71,6 +71,7 @@ __all__ = [
     "cli_lightning_logo",
     "extract_batch_size",
     "fabric_csv_logger",
+    "fabric_model_parallel",
     "fabric_tensorboard_logger",
     "get_filesystem",
     "get_torchvision_model",
@@ -286,6 +287,13 @@ class ParallelStrategy(metaclass=_AnyParallel):
 def fabric_csv_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> CSVLogger:
     """`CSVLogger` under the names of Fabric's arguments: ``root_dir`` is ``save_dir``."""
     return CSVLogger(root_dir, *args, **kwargs)
+
+
+def fabric_model_parallel(parallelize_fn: Callable[[nn.Module, Any], nn.Module], *args: Any, **kwargs: Any) -> Strategy:
+    """`ModelParallelStrategy` under the names of Fabric's arguments: what divides the module comes first."""
+    from trainer_kit.strategies.model_parallel import ModelParallelStrategy
+
+    return ModelParallelStrategy(*args, parallelize_fn=parallelize_fn, **kwargs)
 
 
 def fabric_tensorboard_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> TensorBoardLogger:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from trainer_kit.checkpoint.lightning import BY_POSITION
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
+from trainer_kit.core.tensors import state_name
 from trainer_kit.step.optimizers import check_parameters
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -69,7 +70,8 @@ def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.P
 def parameter_names(strategy: Strategy, module: nn.Module) -> dict[int, str]:
     """The names of a module's parameters in checkpoints, by parameter id."""
     others = strategy.shared_names(module)
-    return {id(parameter): others.get(name, name) for name, parameter in module.named_parameters()}
+    named = ((state_name(name), parameter) for name, parameter in module.named_parameters())
+    return {id(parameter): others.get(name, name) for name, parameter in named}
 
 
 def _unite_names(strategy: Strategy, groups: list[dict[str, Any]]) -> None:

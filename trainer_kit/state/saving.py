@@ -27,7 +27,7 @@ from trainer_kit.core.collective_errors import fail_together, shared_error
 from trainer_kit.core.errors import CheckpointError, NonFiniteError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.core.tensors import are_finite
+from trainer_kit.core.tensors import are_finite, state_name
 from trainer_kit.state.collect import without_own_buffers
 from trainer_kit.state.runs import call_optional
 from trainer_kit.step.run import Fit, Outcome, Save, Saver
@@ -174,7 +174,8 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
         for weights_only, state in states.items():
             copy = saver.buffers[weights_only] if copies else None
             snapshots[weights_only] = _take(run, state, info, group, copy)
-        writes = _Writing(group, shared, world.rank == 0, frozenset(name for name, _ in run.module.named_parameters()))
+        names = frozenset(state_name(name) for name, _ in run.module.named_parameters())
+        writes = _Writing(group, shared, world.rank == 0, names)
         logged = run.save_logs()
         slow = threading.Timer(_SLOW, _say_slow, (run, save))
         slow.daemon = True

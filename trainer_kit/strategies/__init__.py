@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainer_kit.strategies.local_sgd import PostLocalSGD
     from trainer_kit.strategies.megatron.strategy import MegatronStrategy
     from trainer_kit.strategies.mesh import MeshStrategy
+    from trainer_kit.strategies.model_parallel import ModelParallelStrategy
     from trainer_kit.strategies.xla.strategy import XLAStrategy
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "FSDPStrategy",
     "MegatronStrategy",
     "MeshStrategy",
+    "ModelParallelStrategy",
     "PostLocalSGD",
     "SingleDeviceStrategy",
     "Strategy",
@@ -38,6 +40,7 @@ _HOME = {
     "FSDPStrategy": "fsdp",
     "MegatronStrategy": "megatron.strategy",
     "MeshStrategy": "mesh",
+    "ModelParallelStrategy": "model_parallel",
     "PostLocalSGD": "local_sgd",
     "XLAStrategy": "xla.strategy",
 }  # torch.distributed is only needed by those who use it

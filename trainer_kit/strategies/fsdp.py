@@ -90,7 +90,7 @@ class FSDPStrategy(Strategy):
 
     name = "fsdp"
     engine = "fsdp"
-    sharded = lockstep = True
+    sharded = lockstep = values_on_rank_zero = True
     mesh: DeviceMesh
     own_buffers = True
     """Nothing exchanges them in a step."""
@@ -128,6 +128,7 @@ class FSDPStrategy(Strategy):
         check_timeout(timeout, "FSDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
         self._root: Any = None  # what gathers the rest of its module; None where that is several modules
+        self._around_steps: Any = None  # the root, where steps must run between its hooks: a step does not call it
         self._units: list[FSDPModule] = []
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
@@ -180,7 +181,7 @@ class FSDPStrategy(Strategy):
             hook.remove()
         for unit in self._units:
             ActivationCheckpointing().undo(unit)  # type: ignore[arg-type]  # torch mixes it into the module's class
-        self._root, self._units, self._hooks, self._parameters = None, [], [], []
+        self._root, self._around_steps, self._units, self._hooks, self._parameters = None, None, [], [], []
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build layers on rank 0, in host memory; the other ranks get their shards from it."""
@@ -218,7 +219,7 @@ class FSDPStrategy(Strategy):
             ActivationCheckpointing(blocks, self._offloads).apply(module)
         self.shard(module, precision, roots)
         weights.hand_out(module, self.device, self.parameters_on)
-        self._root = module if list(roots) == [module] else None
+        self._root = self._around_steps = module if list(roots) == [module] else None
         # A raw loop may have several modules, and its optimizers step any of them.
         self._units += [unit for root in roots for unit in sharded_units(root)]
         self._parameters += module.parameters()
@@ -232,6 +233,22 @@ class FSDPStrategy(Strategy):
                 hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
                 parameter.requires_grad_(not frozen)
                 self._hooks.append(hook)
+
+    def adopt(self, module: nn.Module, every_backward: bool = False) -> None:
+        """Train a module that its own code has sharded; its units and their options stay as they are.
+
+        Args:
+            module: has units; parameters outside of them are not exchanged.
+            every_backward: each backward reduces gradients.
+        """
+        found = sharded_units(module)
+        inner = {part for unit in found for part in unit.modules() if part is not unit}  # type: ignore[attr-defined]
+        roots = [unit for unit in found if unit not in inner]
+        self._root = roots[0] if len(roots) == 1 and not self._units else None
+        self._around_steps = module if isinstance(module, FSDPModule) else None
+        self._units += found
+        self._parameters += module.parameters()
+        self._every_backward = every_backward
 
     def shard(
         self,
@@ -310,11 +327,11 @@ class FSDPStrategy(Strategy):
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Call the method between the root's hooks, which gather the parameters outside of all units."""
         self._every_backward = self._every_backward or several
-        return method if self._root is None else _through(self._root, method)
+        return method if self._around_steps is None else _through(self._around_steps, method)
 
     def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
         """Like `bind`; weights are sharded again after each call, as hooks and checkpoints expect."""
-        call = method if self._root is None else _through(self._root, method)
+        call = method if self._around_steps is None else _through(self._around_steps, method)
         return resharding(call, self._units)
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:

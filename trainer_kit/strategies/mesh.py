@@ -93,6 +93,7 @@ class MeshStrategy(Strategy):
     name = "mesh"
     engine = "mesh"
     needs_processes = True
+    values_on_rank_zero = True
     refused_precisions: ClassVar[Mapping[str, str]] = dict.fromkeys(
         EXCHANGING, "layers that were exchanged cannot be split by a mesh"
     )

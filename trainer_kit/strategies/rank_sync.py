@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.core.tensors import state_name
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["InitialWeights", "agree_on_rng", "built_once", "digest", "with_equal_rng"]
+__all__ = ["InitialWeights", "agree_on_rng", "built_once", "digest", "empty", "with_equal_rng"]
 
 
 @contextmanager
@@ -46,10 +47,10 @@ class InitialWeights:
         self._group = group
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._whole: dict[str, Tensor] = {}
+        self._names: dict[str, list[str]] = {}
         if given:
             return
         found: dict[str, Tensor] = {}
-        self._names: dict[str, list[str]] = {}
         first: dict[int, str] = {}
         for name, tensor in _tensors(module):
             if hasattr(tensor, "placements"):
@@ -67,6 +68,10 @@ class InitialWeights:
                 found=f"{', '.join(empty[:3])} on the meta device on rank 0",
                 fix='build layers in configure_model without torch.device("meta")',
             )
+
+    def __contains__(self, name: str) -> bool:
+        """Whether `hand_out` fills the tensor of this name."""
+        return any(state_name(name) in names for names in self._names.values())
 
     def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
         """Fill the divided module on every rank; each rank keeps only its own parts.
@@ -121,8 +126,26 @@ def _compare(mine: dict[str, str], group: Group) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        yield state_name(name), tensor
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        yield state_name(name), buffer
+
+
+def empty(module: nn.Module) -> None:
+    """Release the storage of all parameters and buffers in place; shared parameters remain shared."""
+    made: dict[int, Any] = {}
+    for part in module.modules():
+        every: list[dict[str, Any]] = [part._parameters, part._buffers]
+        for tensors in every:
+            for key, tensor in tensors.items():
+                if tensor is None or tensor.is_meta:
+                    continue
+                if id(tensor) not in made:
+                    bare = torch.empty_like(tensor, device="meta")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+                tensors[key] = made[id(tensor)]
 
 
 @contextmanager

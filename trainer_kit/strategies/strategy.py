@@ -75,6 +75,8 @@ class Strategy(ABC):
     """The precisions that this engine cannot run: by name, why."""
     sharded: bool = False
     """Whether a rank's state is only a part of the whole: all ranks then write a checkpoint together."""
+    values_on_rank_zero: bool = False
+    """Whether the weights of a module need values on rank 0 only, from where every rank gets its part."""
     lockstep: bool = False
     """Whether a forward needs every data rank: a rank without a batch then runs an earlier one with weight 0."""
     owns_step: bool = False
@@ -245,6 +247,10 @@ class Strategy(ABC):
     def init_context(self) -> AbstractContextManager[Any]:
         """The context in which ``configure_model`` builds layers. Default: on the device."""
         return torch.device(self.device)
+
+    def building(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """The context in which ``configure_model`` of this module runs. Default: `init_context`."""
+        return self.init_context()
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move a module to where it runs, for evaluation alone."""

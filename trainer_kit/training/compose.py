@@ -573,7 +573,7 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     strategy.configure(precision=precision.name)
     final = trainer.sharded_alternative is None
     # Build in host memory if the model may have to be sharded.
-    with precision.init_context(), strategy.init_context() if final else torch.device("cpu"):
+    with precision.init_context(), strategy.building(module) if final else torch.device("cpu"):
         build_once(module)
     if final:
         return

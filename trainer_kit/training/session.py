@@ -829,7 +829,8 @@ class Session:
         """A context that builds modules on the device and in the dtype of the run; in host memory if it is sharded.
 
         Args:
-            empty_init: accepted for compatibility with Lightning; True is an error.
+            empty_init: True: ranks other than the first make layers without storage, and get their parts of the first
+                rank's values; an error under a strategy that keeps whole weights on every rank.
 
         Example:
             >>> from trainer_kit import Trainer
@@ -838,13 +839,16 @@ class Session:
             >>> layer.weight.dtype
             torch.bfloat16
         """
-        if empty_init:
+        if empty_init and not self.strategy.values_on_rank_zero:
             raise ConfigurationError(
-                "init_module always initialises weights",
-                found="empty_init=True",
+                "init_module initialises weights that every rank keeps whole",
+                found=f"empty_init=True, {self.strategy.describe()}",
                 fix="leave it out; build layers in configure_model to create them on their device",
             )
-        with self.precision_plugin.init_context(), nullcontext() if self.strategy.sharded else self.strategy.device:
+        place = nullcontext() if self.strategy.sharded else self.strategy.device
+        if empty_init and self.global_rank > 0:
+            place = torch.device("meta")
+        with self.precision_plugin.init_context(), place:
             yield
 
     def __getstate__(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -105,8 +106,8 @@ class TensorParallel(Transform):
         module.__dict__["_split_over"] = mesh.size()
 
     def bind(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Gather the outputs of a step if the plan uses loss parallelism."""
-        return whole_outputs(method) if self.plan.loss_parallel else method
+        """Complete the outputs of a step: a split layer returns before its collective has ended."""
+        return whole_outputs(method)
 
     def bind_evaluation(self, step: Callable[..., Any], whole: bool) -> Callable[..., Any]:
         """Run the step with loss parallelism if the plan uses it."""
@@ -291,12 +292,16 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
 
 
 def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a step so that it gathers sharded losses and logits in its result."""
+    """Wrap a step so that it gathers sharded losses and logits in its result, and waits for collectives under way."""
+
+    def whole(output: Any) -> Tensor:
+        # Return copies, since FSDP warns about views; a copy waits, which C++ code that is given the tensor does not.
+        copied: Tensor = (output.full_tensor() if isinstance(output, DTensor) else output).clone()
+        return copied
 
     @functools.wraps(method)  # a compiled step stays recognizable
     def step(*arguments: Any) -> Any:
-        # Return copies, since FSDP warns about views.
-        return apply_to_collection(method(*arguments), DTensor, lambda output: output.full_tensor().clone())
+        return apply_to_collection(method(*arguments), (DTensor, AsyncCollectiveTensor), whole)
 
     return step
 
