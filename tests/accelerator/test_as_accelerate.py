@@ -85,6 +85,7 @@ def check_hooks_of_ddp() -> None:
         (word.FP16, word.NO, {}),
         ("bf16", word.FP16, {}),
         (word.POWER_SGD, "bf16", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}),
+        (word.BATCHED_POWER_SGD, "no", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}),
     ):
         handler = tk.DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)
         accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
@@ -146,14 +147,20 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hooks_of_ddp_that_cannot_work() -> None:
     with pytest.raises(ConfigurationError, match="unknown communication hook"):
         tk.DistributedDataParallelKwargs(comm_hook="power")
-    with pytest.raises(ConfigurationError, match="batched PowerSGD fails"):
-        tk.DistributedDataParallelKwargs(comm_hook=tk.DDPCommunicationHookType.BATCHED_POWER_SGD)
     with pytest.raises(StrategyError, match="a wrapper needs a communication hook"):
         tk.DistributedDataParallelKwargs(comm_wrapper="fp16")
     with pytest.raises(StrategyError, match="only PowerSGD has a state with arguments"):
         tk.DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"matrix_approximation_rank": 2})
     with pytest.raises(StrategyError, match="unknown wrapper"):
         tk.DistributedDataParallelKwargs(comm_hook="fp16", comm_wrapper="power_sgd")
+
+
+def test_native_amp_can_be_set_to_what_it_is() -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator.native_amp = True
+    assert accelerator.native_amp
+    with pytest.raises(ConfigurationError, match="precision of an Accelerator cannot change"):
+        accelerator.native_amp = False
 
 
 def test_the_scale_adapts_at_the_step() -> None:

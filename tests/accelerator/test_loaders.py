@@ -6,9 +6,10 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from trainer_kit import Accelerator, DataLoaderConfiguration, PartialState, gather_object, skip_first_batches
+from trainer_kit.accelerator.samplers import BatchSamplerShard
 from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 
@@ -218,6 +219,28 @@ def test_even_batches_may_be_set_later():
     accelerator = Accelerator(cpu=True)
     accelerator.even_batches = False
     assert not accelerator.prepare(DataLoader(DATA)).even
+
+
+@pytest.mark.world_size(2)
+def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
+    accelerator = Accelerator(cpu=True)
+    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(7)), batch_size=2))
+    batches = data.batch_sampler
+    assert isinstance(batches, BatchSamplerShard)
+    assert (batches.batch_size, batches.num_processes, batches.process_index) == (2, 2, accelerator.process_index)
+    assert isinstance(batches.sampler, SequentialSampler)
+    assert list(batches) == [batch[0].tolist() for batch in data]
+    with accelerator.join_uneven_inputs([], even_batches=False):
+        assert not data.batch_sampler.even_batches
+        assert list(batches) == [batch[0].tolist() for batch in data]
+    assert batches.even_batches
+    batches.even_batches = False
+    assert sorted(gather_object([int(one) for (batch,) in data for one in batch])) == list(range(7))
+    split = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    data = split.prepare(DataLoader(TensorDataset(torch.arange(7)), batch_size=4))
+    assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
+    stream = accelerator.prepare(DataLoader(Stream(), batch_size=2))
+    assert not isinstance(stream.batch_sampler, BatchSamplerShard)
 
 
 @pytest.mark.world_size(2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -32,6 +33,7 @@ from tests.parity.plain import (
 )
 from trainer_kit.core.errors import NonFiniteError, RankError
 from trainer_kit.strategies import DDPStrategy
+from trainer_kit.strategies.ddp import register_comm_hook
 
 PER_RANK = 3
 
@@ -206,7 +208,7 @@ def test_loss_weighting_off_is_the_mean_over_ranks_and_micro_batches() -> None:
 
 @pytest.mark.world_size(2)
 def test_communication_hooks() -> None:
-    for hook in ["fp16", "bf16", "powersgd"]:
+    for hook in ["fp16", "bf16", "powersgd", "batched_powersgd"]:
         with case(hook=hook):
             net, mine = make_net(), make_net()
             data = [(x.float(), y) for x, y in whole(19, 3)]
@@ -216,6 +218,22 @@ def test_communication_hooks() -> None:
             assert_changed(mine, make_net())
             for one, other in zip(mine.parameters(), net.parameters(), strict=True):
                 torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
+@pytest.mark.world_size(2)
+def test_batched_powersgd_is_exact_for_gradients_of_low_rank() -> None:
+    # One sample on each of two ranks: the gradient has rank 2, and three columns hold it.
+    net, rank = nn.Linear(30, 30, bias=False), dist.get_rank()
+    wrapped = nn.parallel.DistributedDataParallel(net)
+    state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2)
+    register_comm_hook(wrapped, "batched_powersgd", state)
+    for step in range(5):
+        samples = torch.randn(2, 30, generator=torch.Generator().manual_seed(step))
+        net.zero_grad()
+        wrapped(samples[rank]).square().sum().backward()
+        (expected,) = torch.autograd.grad(nn.functional.linear(samples, net.weight).square().sum() / 2, net.weight)
+        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-4, atol=1e-5)
+    assert state.total_numel_after_compression < state.total_numel_before_compression == 3 * 900
 
 
 def recording(group: list[int], bucket: Any) -> torch.futures.Future[Tensor]:

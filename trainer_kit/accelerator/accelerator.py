@@ -778,6 +778,15 @@ class Accelerator:
         """Whether forwards run under torch's autocast."""
         return self.mixed_precision in ("fp16", "bf16")
 
+    @native_amp.setter
+    def native_amp(self, on: bool) -> None:
+        if on != self.native_amp:
+            raise ConfigurationError(
+                "the precision of an Accelerator cannot change",
+                found=f"native_amp={on} with mixed_precision={self.mixed_precision!r}",
+                fix='Accelerator(mixed_precision="fp16" or "bf16")' if on else 'Accelerator(mixed_precision="no")',
+            )
+
     @property
     def fp8_enabled(self) -> bool:
         """Whether matrix products are computed in fp8."""

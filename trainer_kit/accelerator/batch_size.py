@@ -13,7 +13,7 @@ import torch
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["find_executable_batch_size", "release_memory"]
+__all__ = ["clear_device_cache", "find_executable_batch_size", "release_memory"]
 
 
 @final
@@ -36,10 +36,20 @@ def release_memory(*objects: Any) -> list[None]:
         >>> model is None
         True
     """
-    gc.collect()
+    clear_device_cache(garbage_collection=True)
+    return [None] * len(objects)
+
+
+def clear_device_cache(garbage_collection: bool = False) -> None:
+    """Empty the accelerator's cache, after collecting garbage if asked to.
+
+    Example:
+        >>> clear_device_cache(garbage_collection=True)
+    """
+    if garbage_collection:
+        gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    return [None] * len(objects)
 
 
 def find_executable_batch_size(

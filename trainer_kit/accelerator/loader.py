@@ -9,9 +9,10 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import BatchSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.samplers import BatchSamplerShard
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -146,6 +147,13 @@ class PreparedLoader:
         """The last batch's samples over all processes, without repeated ones; 0 for a full batch, -1 for a stream."""
         sized = isinstance(self.dataloader.dataset, Sized)
         return self.total_dataset_length % self.total_batch_size if sized else -1
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The batches of this process as indices, or the user's batch sampler where processes do not divide it."""
+        given = self.dataloader.batch_sampler
+        divided = isinstance(given, BatchSampler) and self.group.size > 1 and not self._shared
+        return _OwnBatches(self, given) if divided else given
 
     def set_even(self, even: bool) -> None:
         """Set whether the next epochs fill up the last batch."""
@@ -374,6 +382,25 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         [3]
     """
     return LaterLoader(dataloader, num_batches)
+
+
+@final
+class _OwnBatches(BatchSamplerShard):
+    """The batch sampler of a prepared loader; `even_batches` is the loader's."""
+
+    def __init__(self, loader: PreparedLoader, given: BatchSampler) -> None:
+        self._loader = loader
+        split = given.batch_size != loader.feed.per_rank_batch_size
+        super().__init__(given, loader.group.size, loader.group.rank, split, loader.even)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether the next epochs fill up the last batch."""
+        return self._loader.even
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        self._loader.set_even(even)
 
 
 @final

@@ -18,7 +18,7 @@ _PROBES: Final = (
 _HOMES: Final[dict[str, str]] = {
     "accelerator": "Accelerator PartialState broadcast broadcast_object_list gather gather_object pad_across_processes "
     "reduce synchronize_rng_states",
-    "accelerator.batch_size": "find_executable_batch_size release_memory",
+    "accelerator.batch_size": "clear_device_cache find_executable_batch_size release_memory",
     "accelerator.generators": "set_seed",
     "accelerator.launchers": "debug_launcher notebook_launcher",
     "accelerator.loader": "skip_first_batches",
@@ -26,10 +26,11 @@ _HOMES: Final[dict[str, str]] = {
     "accelerator.logs": "get_logger MultiProcessAdapter=RankLogger",
     "accelerator.optimizer": "AcceleratedOptimizer AcceleratedScheduler",
     "accelerator.processes": "DistributedType",
-    "accelerator.script_names": "AcceleratorState AimTracker BatchSamplerShard ClearMLTracker CometMLTracker "
+    "accelerator.samplers": "BatchSamplerShard IterableDatasetShard SeedableRandomSampler",
+    "accelerator.script_names": "AcceleratorState AimTracker ClearMLTracker CometMLTracker "
     "DVCLiveTracker DataLoaderAdapter=PreparedLoaderType DataLoaderDispatcher DataLoaderShard "
-    "DataLoaderStateMixin=PreparedLoaderType GatheredParameters GradientState IterableDatasetShard MLflowTracker "
-    "SeedableRandomSampler SkipDataLoader SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker "
+    "DataLoaderStateMixin=PreparedLoaderType GatheredParameters GradientState MLflowTracker "
+    "SkipDataLoader SwanLabTracker TensorBoardTracker TrackioTracker WandBTracker "
     "compile_regions copy_tensor_to_devices extract_model_from_parallel get_active_deepspeed_plugin "
     "get_mixed_precision_context_manager get_sampler is_initialized load_fsdp_model merge_fsdp_weights "
     "prepare_data_loader save save_fsdp_model synchronize_rng_state tqdm wait_for_everyone",
@@ -70,6 +71,7 @@ _HOMES: Final[dict[str, str]] = {
     "ProfileKwargs ProjectConfiguration TorchDynamoPlugin",
     "compat.parallelism": "ParallelismConfig TorchContextParallelConfig TorchTensorParallelConfig "
     "TorchTensorParallelPlugin",
+    "core.devices": "should_reduce_batch_size=ran_out_of_memory",
     "core.errors": "DistributedOperationException=RankError",
     "core.tensors": "is_torch_tensor=is_tensor",
     "inference.device_map": "compute_module_sizes get_balanced_memory get_max_memory infer_auto_device_map",

@@ -95,6 +95,7 @@ _HOOKS: Final = {
     DDPCommunicationHookType.FP16: "fp16",
     DDPCommunicationHookType.BF16: "bf16",
     DDPCommunicationHookType.POWER_SGD: "powersgd",
+    DDPCommunicationHookType.BATCHED_POWER_SGD: "batched_powersgd",
 }
 
 
@@ -162,8 +163,6 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def exchange(self) -> dict[str, Any]:
         """The communication hook, as arguments of `DDPStrategy`."""
         kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
-        if DDPCommunicationHookType.BATCHED_POWER_SGD in kinds:
-            raise refused("batched_power_sgd", "batched_power_sgd")
         hook, wrapper = map(_HOOKS.get, kinds)
         found = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper, "ddp_comm_state": self.comm_state_option or None}
         check_comm_hook(*(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")))

@@ -9,10 +9,6 @@ from trainer_kit.core.errors import ConfigurationError
 __all__ = ["refused"]
 
 _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
-    "batched_power_sgd": (
-        "torch's batched PowerSGD fails in its first compressed step: it orthogonalizes what it does not batch",
-        'comm_hook="power_sgd"',
-    ),
     "cp_backend": ("unknown cp_backend", 'cp_backend="torch"'),
     "enable_msamp": ("MS-AMP is not supported", 'mixed_precision="fp8" without DeepSpeed, or bf16'),
     "init_method": (
