@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from trainer_kit.build import (
     added_callbacks,
@@ -39,6 +39,9 @@ from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
 from trainer_kit.training.watched import watched_evaluation, watched_fit
+
+if TYPE_CHECKING:
+    from trainer_kit.planning.verify import Verification
 
 __all__ = ["Trainer"]
 
@@ -427,6 +430,44 @@ class Trainer(Session):
                 fix=did_you_mean(str(format), ["text", "svg"]),
             )
         return (explain if format == "text" else draw)(self, model, train_dataloaders, datamodule)
+
+    def verify(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        val_dataloaders: Any = None,
+        datamodule: Any = None,
+        *,
+        steps: int = 4,
+    ) -> Verification:
+        """Compare a few steps of this configuration with a plain PyTorch loop in one process, and name what differs.
+
+        Every run happens in processes that fork from this one, so module, loaders and this Trainer stay as they are.
+        Samples, losses, gradients, weights and logged values are compared within the rounding error that the dtype
+        causes on this module; a second run, a resumed run and a run with validation are compared in bits. Callbacks
+        are left out, but for gradient accumulation.
+
+        Args:
+            model: the module.
+            train_dataloaders: as for `fit`.
+            val_dataloaders: adds the check that validation does not change training.
+            datamodule: has the loaders.
+            steps: optimizer steps of each run.
+
+        Raises:
+            ConfigurationError: this module or process cannot be verified, with the reason.
+
+        Example:
+            >>> from torch.utils.data import DataLoader
+            >>> import torch
+            >>> from trainer_kit.testing import TinyModule
+            >>> trainer = Trainer(accelerator="cpu", devices=1, logger=False)
+            >>> trainer.verify(TinyModule(), DataLoader(torch.randn(16, 32), batch_size=4), steps=2).ok
+            True
+        """
+        from trainer_kit.planning.verify import verify
+
+        return verify(self, model, train_dataloaders, val_dataloaders, datamodule, steps=steps)
 
     def on(self, event: str, every: DurationLike | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a function as a callback's hook.

@@ -1,0 +1,116 @@
+"""`verify` finds nothing in healthy configurations, and names the step and the module of every planted fault."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import trainer_kit as tk
+from tests.planning import verified
+from trainer_kit.strategies import DDPStrategy
+
+pytestmark = pytest.mark.slow
+
+
+def verify(module, loader=None, val=None, steps=4, **options):
+    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "seed": 1, **options}
+    torch.manual_seed(0)
+    return tk.Trainer(**options).verify(module, loader or verified.loader(), val, steps=steps)
+
+
+def status(found):
+    return {check.name: check.status for check in found.checks}
+
+
+def test_a_healthy_configuration_passes_every_check():
+    found = verify(verified.Classifier(dropout=0.2), val=verified.loader(8), accumulate_grad_batches=2, steps=3)
+    assert found.ok, str(found)
+    assert found.exit_code == 0
+    assert set(status(found).values()) == {"ok"}, str(found)
+    assert len(str(found).splitlines()) <= 15
+    assert "one device, float32: equal to the plain loop in bits" in str(found)
+    assert len(found.curve) == 3
+    assert all(point.difference <= point.allowed for point in found.curve)
+
+
+def test_sharded_weights_in_low_precision_pass():
+    found = verify(verified.Classifier(), strategy="fsdp", precision="bf16-mixed", gradient_clip_val=0.5, steps=3)
+    assert found.ok, str(found)
+
+
+def test_an_eps_changed_in_one_layer():
+    first = verify(verified.Classifier(), strategy=verified.OtherEps()).first
+    assert (first.kind, first.step, first.where) == ("forward", 0, "net.1")
+
+
+def test_gradients_that_are_not_exchanged():
+    first = verify(verified.Classifier(), strategy=verified.NoExchange()).first
+    assert (first.kind, first.step, first.where) == ("gradients", 0, "net.0.weight")
+    assert "not exchanged" in first.hint
+
+
+def test_a_wrong_accumulation_factor():
+    first = verify(verified.Classifier(), strategy=verified.WrongDivisor(), accumulate_grad_batches=3).first
+    assert (first.kind, first.step) == ("gradients", 0)
+    assert "0.3333 times the reference" in first.hint
+    assert "3 micro-batches of accumulation" in first.hint
+
+
+def test_a_loss_that_is_averaged_over_the_ranks_twice():
+    first = verify(verified.AveragedTwice()).first
+    assert (first.kind, first.step) == ("loss", 0)
+    assert "0.5 times the reference: averaged over the 2 ranks once more" in first.hint
+
+
+def test_random_numbers_that_no_checkpoint_holds():
+    found = verify(verified.OwnMasks())
+    resumed = next(each for each in found.findings if each.kind == "resume")
+    assert (resumed.step, resumed.where) == (2, "net.3")
+
+
+def test_a_buffer_that_no_rank_sends():
+    first = verify(verified.RunningMean(), strategy=DDPStrategy(broadcast_buffers=False)).first
+    assert (first.kind, first.step, first.where) == ("buffers", 0, "net.2.1.mean")
+
+
+def test_a_sampler_that_repeats():
+    loader = verified.loader(sampler=verified.Repeating(), shuffle=None)
+    first = verify(verified.Classifier(), loader, use_distributed_sampler=False).first
+    assert (first.kind, first.step, first.where) == ("samples", 0, "sample 0")
+    assert "read 2 times in this step, by ranks 0, 1" in first.text
+
+
+def test_an_augmentation_with_state():
+    loader = torch.utils.data.DataLoader(verified.Counting(), batch_size=4)
+    first = verify(verified.Classifier(), loader).first
+    assert (first.kind, first.step) == ("data", 0)
+    assert first.where.startswith("sample ")
+
+
+def test_tied_weights_that_a_strategy_unties():
+    first = verify(verified.Tied(), strategy=verified.Untied()).first
+    assert (first.kind, first.step, first.where) == ("tied", 0, "embed.weight and head.weight")
+
+
+def test_tied_weights_that_stay_tied():
+    found = verify(verified.Tied(), strategy="fsdp", steps=2)
+    assert found.ok, str(found)
+
+
+def test_validation_that_changes_training():
+    found = verify(verified.CountsValidation(), val=verified.loader(8))
+    assert [(each.kind, each.step) for each in found.findings] == [("validation", 1)]
+
+
+def test_two_runs_that_differ():
+    kinds = [each.kind for each in verify(verified.Unseeded()).findings]
+    assert "repeat" in kinds
+
+
+def test_what_cannot_be_verified_is_refused():
+    module = verified.Classifier()
+    module.automatic_optimization = False
+    with pytest.raises(tk.ConfigurationError, match="no plain loop"):
+        verify(module)
+    with pytest.raises(tk.ConfigurationError, match="at least one step"):
+        verify(verified.Classifier(), steps=0)

@@ -1,0 +1,189 @@
+"""Modules and strategies for the tests of `verify`: healthy ones, and each with one fault."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
+
+import trainer_kit as tk
+from trainer_kit.strategies import DDPStrategy
+
+
+def data(count=64):
+    draw = torch.Generator().manual_seed(3)
+    return TensorDataset(torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw))
+
+
+def loader(count=64, size=4, **options):
+    return DataLoader(data(count), batch_size=size, **{"shuffle": True, **options})
+
+
+class Classifier(tk.TrainModule):
+    """An MLP with a norm; ``dropout`` makes it random."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Linear(16, 4)
+        )
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+class Tied(tk.TrainModule):
+    """Token ids through an embedding whose weight is the head's too."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.middle = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def training_step(self, batch, batch_idx):
+        ids = batch[1]
+        return F.cross_entropy(self.head(torch.tanh(self.middle(self.embed(ids)))), (ids + 1) % 16)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def ranked():
+    """Whether this is a rank of several: where the faults below act."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+class OtherEps(DDPStrategy):
+    def prepare_module(self, module, manual, precision):
+        module.net[1].eps = 1e-2
+        super().prepare_module(module, manual, precision)
+
+
+class NoExchange(DDPStrategy):
+    def forward_backward(self, micro):
+        for index in range(micro.count):
+            micro.begin(index)
+            with self._ddp.no_sync():
+                micro.backward(index, micro.forward(index))
+            micro.end(index)
+
+
+class WrongDivisor(DDPStrategy):
+    """Divides by twice the micro-batches of the window."""
+
+    def forward_backward(self, micro):
+        micro.factors = [factor / micro.count for factor in micro.factors or [1.0] * micro.count]
+        super().forward_backward(micro)
+
+
+class Untied(DDPStrategy):
+    def prepare_module(self, module, manual, precision):
+        module.head.weight = nn.Parameter(module.embed.weight.detach().clone())
+        super().prepare_module(module, manual, precision)
+
+
+class AveragedTwice(Classifier):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss / dist.get_world_size() if ranked() else loss
+
+
+class OwnDropout(nn.Module):
+    """Dropout with a generator that no checkpoint holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.draw = None
+
+    def forward(self, x):
+        if self.draw is None:
+            self.draw = torch.Generator().manual_seed(5)
+        return x * (torch.rand(x.shape, generator=self.draw) > 0.5).to(x.dtype)
+
+
+class OwnMasks(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net[3] = OwnDropout()
+
+
+class Running(nn.Module):
+    """Keeps the mean of what it saw in a buffer that no rank sends."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(x.mean(0).to(self.mean.dtype), alpha=0.1)
+        return x
+
+
+class RunningMean(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = nn.Sequential(nn.GELU(), Running())
+
+
+class Repeating(Sampler):
+    """Every rank reads the same samples."""
+
+    def __iter__(self):
+        return iter(range(64))
+
+    def __len__(self):
+        return 64
+
+
+class Counting(Dataset):
+    """Its noise depends on how many samples this process has read."""
+
+    def __init__(self):
+        self.data, self.read = data(), 0
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        self.read += 1
+        x, y = self.data[index]
+        return x + 0.01 * self.read, y
+
+
+class CountsValidation(Classifier):
+    """Its learning depends on whether validation has run."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def training_step(self, batch, batch_idx):
+        return self.scale * super().training_step(batch, batch_idx)
+
+    def on_validation_epoch_end(self):
+        self.scale = 0.5
+
+
+class Unseeded(Classifier):
+    """Draws from the system, so no two runs are alike."""
+
+    def training_step(self, batch, batch_idx):
+        noise = torch.rand((), generator=torch.Generator().manual_seed(int.from_bytes(__import__("os").urandom(4))))
+        return (
+            super().training_step(batch, batch_idx) * (1 + 0.0 * noise)
+            if not ranked()
+            else (super().training_step(batch, batch_idx) * (1 + 1e-5 * noise))
+        )

@@ -1,0 +1,318 @@
+"""`verify`: proves a configuration right, by comparing a few of its steps with a plain loop in one process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.planning.verify_compare import Finding, Judge, Point, same_bits
+from trainer_kit.planning.verify_data import order, samples
+from trainer_kit.planning.verify_recorder import Record
+from trainer_kit.planning.verify_reference import Division
+from trainer_kit.planning.verify_runs import Runs
+from trainer_kit.precision.aliases import make_precision
+from trainer_kit.training.compose import check_module
+from trainer_kit.training.session import Session
+
+__all__ = ["Check", "Verification", "verify"]
+
+_EPS: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+_RESEEDS: Final = 20_26
+
+
+@final
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what is compared.
+        status: ``"ok"``, ``"differs"`` or ``"not checked"``.
+        text: the result, or why it was not checked.
+    """
+
+    name: str
+    status: str
+    text: str
+
+
+@final
+@dataclass
+class Verification:
+    """The result of `Trainer.verify`.
+
+    Attributes:
+        configuration: strategy, precision and ranks, in words.
+        steps: optimizer steps of each run.
+        checks: every comparison, in order.
+        findings: differences that rounding does not explain; the first one is the first in training.
+        curve: the difference of the weights, step by step.
+    """
+
+    configuration: str
+    steps: int
+    checks: list[Check] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    curve: list[Point] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return not self.findings
+
+    @property
+    def first(self) -> Finding | None:
+        """The first difference: step and module."""
+        return self.findings[0] if self.findings else None
+
+    @property
+    def exit_code(self) -> int:
+        """0 where nothing differs, else 1."""
+        return 0 if self.ok else 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain data, for JSON."""
+        return {
+            "configuration": self.configuration,
+            "steps": self.steps,
+            "ok": self.ok,
+            "checks": [vars(check) for check in self.checks],
+            "findings": [vars(finding) for finding in self.findings],
+            "curve": [vars(point) for point in self.curve],
+        }
+
+    def __str__(self) -> str:
+        width = max((len(check.name) for check in self.checks), default=0)
+        head = f"verify: {self.configuration}, {self.steps} steps against a plain loop"
+        lines = [f"{check.status:12}{check.name:{width}}  {check.text}" for check in self.checks]
+        end = "all equal, as far as checked" if self.ok else f"first difference: {self.first}"
+        return "\n".join([head, *lines, end])
+
+
+def verify(
+    trainer: Session,
+    module: Any,
+    loaders: Any = None,
+    val_loaders: Any = None,
+    datamodule: Any = None,
+    *,
+    steps: int = 4,
+) -> Verification:
+    """See `Trainer.verify`."""
+    check_module(module, "fit")
+    _refuse(trainer, steps)
+    ranks = f"{trainer.processes} process" + ("es" if trainer.processes > 1 else "")
+    configuration = f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
+    result = Verification(configuration, steps)
+    with tempfile.TemporaryDirectory(prefix="trainer_kit-verify-", ignore_cleanup_errors=True) as directory:
+        runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, Path(directory))
+        runs.start()
+        _Verifier(trainer, runs, result).run(val_loaders is not None)
+    return result
+
+
+def _refuse(trainer: Session, steps: int) -> None:
+    if steps < 1:
+        raise ConfigurationError("verify runs at least one step", found=f"steps={steps}", fix="steps=4")
+    if Environment.detect().launched:
+        raise ConfigurationError(
+            "verify starts the ranks itself",
+            found="a process that a launcher has started",
+            fix="call it in a plain process: python train.py",
+        )
+
+
+@final
+class _Verifier:
+    """Runs the comparisons in order, and fills the result."""
+
+    def __init__(self, trainer: Session, runs: Runs, result: Verification) -> None:
+        self.trainer, self.runs, self.result = trainer, runs, result
+
+    def note(self, name: str, found: Finding | None, text: str) -> bool:
+        """Add a check; returns whether nothing differs."""
+        if found is not None:
+            self.result.findings.append(found)
+        self.result.checks.append(
+            Check(name, "ok" if found is None else "differs", text if found is None else str(found))
+        )
+        return found is None
+
+    def skip(self, name: str, why: str) -> None:
+        """Add a check that was not made."""
+        self.result.checks.append(Check(name, "not checked", why))
+
+    def run(self, validates: bool) -> None:
+        """Make all comparisons."""
+        chosen = self.runs.chosen(reseeds=_RESEEDS)
+        division = Division(chosen[0].places, chosen[0].seed, _RESEEDS)
+        exact = self.runs.plain(make_precision("64-true"), division)
+        single = self.runs.plain(make_precision("32-true"), division)
+        name = self.trainer.precision_plugin.name
+        rounded = single if name == "32-true" else self.runs.plain(self.trainer.precision_plugin, division)
+        judge = Judge(exact, rounded, _eps(name))
+        self.loop(division, exact, single)
+        self.result.curve = judge.curve(chosen)
+        plan = self.runs.order(division)
+        parallel = len(chosen) > division.places and exact.draws
+        right = self.note("samples", order(chosen, plan, self.result.steps), "the order of one process, none twice")
+        right = right and self.note("data", samples(chosen, exact), "the tensors of each batch are equal")
+        if right and parallel:
+            self.skip("training", "random layers draw otherwise where ranks share a sample: set dropout to 0 for this")
+        elif right:
+            self.training(judge, chosen, division, name)
+        self.bits(validates)
+
+    def loop(self, division: Division, exact: Record, single: Record) -> None:
+        """Compare our Trainer on one device with the plain loop, both in float32."""
+        name = "our loop"
+        if not exact.even:
+            self.skip(name, "a window of these steps is incomplete, or an epoch ends in them")
+            return
+        own = self.runs.chosen(reseeds=_RESEEDS, shares=division, precision=make_precision("32-true"))
+        equal = all(
+            same_bits(own[0].weights[step][key], value)
+            for step, weights in single.weights.items()
+            for key, value in weights.items()
+        )
+        found = None if equal else self._first(Judge(exact, single, _eps("32-true")), own)
+        if found is not None:
+            found = Finding(kind="loop", step=found.step, where=found.where, text=f"one device: {found.text}")
+        self.note(
+            name, found, "one device, float32: equal to the plain loop " + ("in bits" if equal else "but for rounding")
+        )
+
+    def training(self, judge: Judge, chosen: list[Record], division: Division, precision: str) -> None:
+        """Compare the chosen configuration with the plain loop."""
+        found = self._first(judge, chosen)
+        if found is not None and found.kind not in ("tied", "buffers", "logged"):
+            found = self._locate(judge, division, found, precision)
+        text = f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
+        self.note("training", found, text)
+
+    def _first(self, judge: Judge, run: list[Record]) -> Finding | None:
+        """The first difference, by step; in one step, by cause."""
+        for step in range(self.result.steps):
+            comparisons: list[Callable[[list[Record], int], Finding | None]] = [
+                judge.losses,
+                judge.gradients,
+                judge.weights,
+                judge.ranks,
+                judge.logged,
+            ]
+            found = [each for compare in comparisons if (each := compare(run, step)) is not None]
+            tied = [each for each in found if each.kind == "tied"]
+            if found:
+                return (tied or found)[0]
+        return None
+
+    def _locate(self, judge: Judge, division: Division, found: Finding, precision: str) -> Finding:
+        """Run again with hooks on every module at the step of a difference, and name the first module that differs."""
+        watched = frozenset({found.step})
+        run = self.runs.chosen(reseeds=_RESEEDS, watched=watched)
+        exact = self.runs.plain(make_precision("64-true"), division, watched)
+        rounded = self.runs.plain(
+            make_precision("32-true") if precision == "32-true" else self.trainer.precision_plugin, division, watched
+        )
+        module = Judge(exact, rounded, judge.eps).modules(run, found.step)
+        explained = module is not None and module.kind == "backward" and found.hint
+        if module is None or explained:  # a wrong factor, or exchange, shows in every gradient of an output
+            return found
+        hint = f"then {found.kind}: {found.text}" + (f"; {found.hint}" if found.hint else "")
+        return Finding(kind=module.kind, step=found.step, where=module.where, text=module.text, hint=hint)
+
+    def bits(self, validates: bool) -> None:
+        """Compare runs that must agree in every bit: twice the same, resumed, with validation."""
+        steps = self.result.steps
+        saved = (steps // 2 - 1, str(self.runs.directory / "saved"))
+        resumes = steps > 1
+        whole = self.runs.chosen(saves=saved if resumes else None)
+        again = self.runs.chosen()
+        self.note("twice", self._bits(whole, again, "repeat", 0), "a second run is equal in bits")
+        if resumes:
+            resumed = self.runs.chosen(resumes=saved[1])
+            found = self._bits(whole, resumed, "resume", steps // 2)
+            self.note("resume", found, f"from step {steps // 2}: equal in bits to the run that was not interrupted")
+        else:
+            self.skip("resume", "one step has no middle")
+        if validates:
+            validated = self.runs.chosen(validates=True)
+            self.note("validation", self._bits(whole, validated, "validation", 0), "after each step: changes no bit")
+        else:
+            self.skip("validation", "no validation loader")
+
+    def _bits(self, one: list[Record], other: list[Record], kind: str, start: int) -> Finding | None:
+        """The first bit that differs, from step ``start`` on."""
+        step = _first_bit(one, other, start, self.result.steps)
+        if step is None:
+            return None
+        watched = frozenset({step})
+        texts = {
+            "repeat": "two runs of the same configuration differ",
+            "resume": "the resumed run differs from the one that was not interrupted",
+            "validation": "training differs where validation runs after each step",
+        }
+        everything: dict[str, dict[str, Any]] = {
+            "repeat": {},
+            "resume": {"resumes": str(self.runs.directory / "saved")},
+            "validation": {"validates": True},
+        }
+        options = everything[kind]
+        where, what = _first_output(
+            self.runs.chosen(watched=watched), self.runs.chosen(watched=watched, **options), step
+        )
+        hints = {
+            "repeat": "a kernel without a fixed order (deterministic=True), or state outside of seeds",
+            "resume": "state that no checkpoint holds: register it as a buffer, or save it in on_save_checkpoint",
+            "validation": "validation changes state that training uses",
+        }
+        return Finding(kind=kind, step=step, where=where, text=f"{texts[kind]}{what}", hint=hints[kind])
+
+
+def _eps(precision: str) -> float:
+    word = next((key for key in _EPS if precision.startswith(key)), "bf16")
+    return torch.finfo(_EPS[word]).eps
+
+
+def _first_bit(one: list[Record], other: list[Record], start: int, steps: int) -> int | None:
+    for step in range(start, steps):
+        for mine, theirs in zip(one, other, strict=True):
+            for at, micro in mine.micros.items():
+                if at[0] != step:
+                    continue
+                pair = theirs.micros.get(at)
+                if pair is None or pair.ids != micro.ids:
+                    return step
+                values = zip([*micro.batch, *micro.loss.values()], [*pair.batch, *pair.loss.values()], strict=True)
+                if not all(same_bits(a, b) for a, b in values):
+                    return step
+            held, found = mine.weights[step], theirs.weights.get(step, {})
+            if any(name not in found or not same_bits(value, found[name]) for name, value in held.items()):
+                return step
+    return None
+
+
+def _first_output(one: list[Record], other: list[Record], step: int) -> tuple[str, str]:
+    """The first module whose output differs in bits, and what else is known."""
+    for mine, theirs in zip(one, other, strict=True):
+        for at, micro in sorted(mine.micros.items()):
+            pair = theirs.micros.get(at)
+            if at[0] != step or pair is None:
+                continue
+            if pair.ids != micro.ids:
+                return "", ": they read other samples"
+            if not all(same_bits(a, b) for a, b in zip(micro.batch, pair.batch, strict=True)):
+                return "", ": the same samples have other contents"
+            if micro.watched is None or pair.watched is None:
+                continue
+            for key, value in micro.watched.outputs.items():
+                if key in pair.watched.outputs and not same_bits(value, pair.watched.outputs[key]):
+                    return key[0], ", first in the output of this module"
+    return "", ""

@@ -1,0 +1,273 @@
+"""Records a fit of the Trainer for `verify`: samples, losses, gradients, weights, outputs of modules."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from trainer_kit.core.hooks import Callback
+from trainer_kit.data.order import derive_seed
+from trainer_kit.training.session import Session
+
+__all__ = [
+    "Micro",
+    "Record",
+    "Recorder",
+    "Watched",
+    "canonical",
+    "losses_of",
+    "names_of",
+    "reseed",
+    "tensors_of",
+    "tied_names",
+    "watch",
+    "whole",
+]
+
+_WRAPPERS: Final = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+
+_Key = tuple[str, int, int]
+"""An output: the canonical name of its module, the call in this micro-batch, the place among the module's outputs."""
+
+
+@dataclass
+class Watched:
+    """What modules computed in one micro-batch, each in the order of computation."""
+
+    outputs: dict[_Key, Tensor] = field(default_factory=dict)
+    flows: dict[_Key, Tensor] = field(default_factory=dict)
+    """Gradients of the outputs."""
+
+
+@dataclass
+class Micro:
+    """One micro-batch of one rank."""
+
+    batch: list[Tensor]
+    """The tensors of the batch, as ``training_step`` got them."""
+    ids: list[int] | None
+    """The dataset's indices; None where the loader does not draw them."""
+    loss: dict[str, Tensor] = field(default_factory=dict)
+    watched: Watched | None = None
+
+
+@final
+class Record:
+    """A run of several steps on one rank. Keys of ``micros`` are (step, micro-batch of the step), both from 0.
+
+    Args:
+        places: ranks that divide the data.
+        seed: of the order.
+
+    Attributes:
+        place: this rank's place among those ranks.
+        divisor: by what the engine divides the sum of the ranks' gradients.
+        own_buffers: whether no rank sends its buffers.
+        gradients: by step and parameter: complete, before clipping.
+        weights: by step and name: complete, after the step; parameters and buffers.
+        local: by step and name: parameters and buffers of which this rank has a whole copy.
+        logged: by step and name.
+        tied: names of one and the same parameter, before training.
+        draws: whether a step draws random numbers.
+        even: whether each place has a batch in every micro-batch, every window is complete, and no epoch ends.
+        plan: the dataset's indices in the order of one process.
+    """
+
+    def __init__(self, places: int = 1, seed: int = 0) -> None:
+        self.place, self.places, self.divisor, self.seed = 0, places, 1, seed
+        self.own_buffers = self.draws = False
+        self.even = True
+        self.micros: dict[tuple[int, int], Micro] = {}
+        self.gradients: dict[int, dict[str, Tensor]] = {}
+        self.weights: dict[int, dict[str, Tensor]] = {}
+        self.local: dict[int, dict[str, Tensor]] = {}
+        self.logged: dict[int, dict[str, float]] = {}
+        self.tied: list[tuple[str, ...]] = []
+        self.plan: list[int] | None = None
+
+
+def canonical(name: str) -> str:
+    """The name of a module or parameter without the wrappers of torch.
+
+    Example:
+        >>> canonical("net.0._checkpoint_wrapped_module.weight")
+        'net.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a batch or an output, in order."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def reseed(*parts: int) -> None:
+    """Seed every global generator: random layers then draw the same numbers in each of the compared runs."""
+    seed = derive_seed(*parts)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def whole(value: Any) -> Tensor:
+    """A copy in host memory, of all shards; collective for sharded tensors."""
+    value = value.detach()
+    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.to("cpu", copy=True)  # type: ignore[no-any-return]
+
+
+def names_of(module: nn.Module) -> dict[int, str]:
+    """The canonical name of each parameter, by its id."""
+    return {id(parameter): canonical(name) for name, parameter in module.named_parameters()}
+
+
+def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
+    """The groups of names that belong to one parameter."""
+    groups: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), []).append(canonical(name))
+    return [tuple(names) for names in groups.values() if len(names) > 1]
+
+
+def watch(module: nn.Module, sink: Callable[[], Watched | None]) -> Iterator[Any]:
+    """Register hooks that record outputs and their gradients; yields the handles.
+
+    Args:
+        module: its submodules are watched; the module itself is not called.
+        sink: where to record now; None: nowhere.
+    """
+
+    def forward(name: str, counts: Counter[str], part: nn.Module, inputs: Any, output: Any) -> None:
+        watched = sink()
+        if watched is None or torch._C._current_graph_task_id() != -1:  # in backward, a checkpoint computes again
+            return
+        if not watched.outputs:
+            counts.clear()
+        call, counts[name] = counts[name], counts[name] + 1
+        for place, value in enumerate(tensors_of(output)):
+            key = (name, call, place)
+            if not value.is_floating_point() or key in watched.outputs:
+                continue
+            watched.outputs[key] = whole(value)
+            if value.requires_grad:
+                value.register_hook(partial(backward, watched, key))  # type: ignore[no-untyped-call]
+
+    def backward(watched: Watched, key: _Key, gradient: Tensor) -> None:
+        watched.flows[key] = whole(gradient)
+
+    counts: Counter[str] = Counter()
+    for name, part in module.named_modules():
+        if name:
+            yield part.register_forward_hook(partial(forward, canonical(name), counts))
+
+
+@final
+class Recorder(Callback):
+    """Fills a `Record` while the Trainer fits.
+
+    Args:
+        reseeds: the seed of every micro-batch's random numbers; None: the run draws as it does without this callback.
+        watched: the steps whose module outputs are recorded.
+        saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
+    """
+
+    order = "early"
+
+    def __init__(
+        self,
+        *,
+        reseeds: int | None = None,
+        watched: frozenset[int] = frozenset(),
+        saves: tuple[int, str] | None = None,
+    ) -> None:
+        self.record = Record()
+        self.reseeds, self.watched, self.saves = reseeds, watched, saves
+        self._at = (-1, -1)
+        self._now: Micro | None = None
+        self._names: dict[int, str] = {}
+        self._handles: list[Any] = []
+        self._feed: Any = None
+
+    def on_train_start(self, trainer: Session, module: Any) -> None:
+        """Note how the run divides its data, and register the hooks on modules."""
+        strategy, record = trainer.strategy, self.record
+        record.place, record.places = strategy.data.rank, strategy.data.size
+        record.divisor, record.own_buffers = strategy.gradient_divisor, strategy.own_buffers
+        record.seed = trainer.data_seed
+        assert trainer.run is not None
+        self._feed = trainer.run.windows.feed
+        self._feed.record_indices()
+        self._names = names_of(module)
+        if self.watched:
+            self._handles = list(watch(module, lambda: None if self._now is None else self._now.watched))
+
+    def on_train_batch_start(self, trainer: Session, module: Any, batch: Any, batch_idx: int) -> None:
+        """Record the batch."""
+        step = trainer.progress.step
+        self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
+        ids = self._feed.next_indices()
+        self._now = Micro([whole(value) for value in tensors_of(batch)], ids)
+        self._now.watched = Watched() if step in self.watched else None
+        self.record.micros[self._at] = self._now
+        if self.reseeds is not None:
+            index = self._at[1] * self.record.places + self.record.place
+            reseed(self.reseeds, step, index)
+
+    def on_train_batch_end(self, trainer: Session, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Record the losses."""
+        if self._now is not None:
+            self._now.loss = losses_of(outputs)
+        self._now = None
+
+    def on_before_optimizer_step(self, trainer: Session, module: Any, optimizer: Any) -> None:
+        """Record the gradients."""
+        found = self.record.gradients.setdefault(trainer.progress.step, {})
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is not None and parameter.grad is not None:
+                    found[name] = whole(parameter.grad)
+
+    def on_train_step_end(self, trainer: Session, module: Any) -> None:
+        """Record the weights; save a checkpoint where it is due."""
+        step = trainer.progress.step - 1
+        state = {canonical(name): value for name, value in trainer.strategy.module_state(module).items()}
+        found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
+        self.record.weights[step] = found
+        own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+        self.record.local[step] = {
+            canonical(name): whole(value) for name, value in own if not hasattr(value, "full_tensor")
+        }
+        if self.saves is not None and self.saves[0] == step:
+            trainer.save_checkpoint(self.saves[1])
+
+    def on_train_end(self, trainer: Session, module: Any) -> None:
+        """Remove the hooks from modules."""
+        for handle in self._handles:
+            handle.remove()
+
+    def take_logs(self, trainer: Session) -> None:
+        """Record the values that would go to the loggers."""
+
+        def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
+            values = {name: float(value) for name, value in metrics.items()}
+            self.record.logged.setdefault((trainer.progress.step if step is None else step) - 1, {}).update(values)
+
+        vars(trainer)["log_metrics"] = log
+
+
+def losses_of(outputs: Any) -> dict[str, Tensor]:
+    """The losses in what ``training_step`` returned, by name."""
+    found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
+    return {
+        str(name): whole(value) for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1
+    }

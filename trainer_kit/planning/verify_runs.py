@@ -1,0 +1,293 @@
+"""The runs that `verify` compares; each in processes of its own, from the same module, loaders and random state."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import Tensor
+
+from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.module import TrainModule, build_once
+from trainer_kit.core.protocols import SetsAccumulation
+from trainer_kit.data import Feed
+from trainer_kit.launch.processes import run_forked
+from trainer_kit.planning.verify_recorder import Record, Recorder
+from trainer_kit.planning.verify_reference import Division, feeds_of, plain_loop, rows_of
+from trainer_kit.precision.precision import Precision
+from trainer_kit.state.runs import RunFiles
+from trainer_kit.strategies.single import SingleDeviceStrategy
+from trainer_kit.training.loaders import find_loaders
+from trainer_kit.training.session import Session
+
+__all__ = ["Runs"]
+
+_START: Final = "start"
+_RANK: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@final
+class Runs:
+    """Makes the runs.
+
+    Args:
+        trainer: the configuration that is verified; it is not changed.
+        module: never trained in this process.
+        loaders: of the training data.
+        val_loaders: of validation, or None.
+        datamodule: or None.
+        steps: optimizer steps of each run.
+        directory: for what the processes return.
+    """
+
+    def __init__(
+        self,
+        trainer: Session,
+        module: Any,
+        loaders: Any,
+        val_loaders: Any,
+        datamodule: Any,
+        steps: int,
+        directory: Path,
+    ) -> None:
+        self.trainer, self.module, self.datamodule = trainer, module, datamodule
+        self.loaders, self.val_loaders, self.steps, self.directory = loaders, val_loaders, steps, directory
+        self._count = 0
+        self._built = is_overridden("configure_model", module, TrainModule)
+
+    def start(self) -> None:
+        """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
+        importlib.import_module("torch._dynamo")  # optimizers import it: once here, not in every process
+
+        if not self._built:
+            return
+
+        def build(rank: int) -> None:
+            self._prepare_data()
+            build_once(self.module)
+            state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
+            write_checkpoint(self.directory / _START, {"model": state})
+
+        self._forked(build, 1)
+
+    def chosen(
+        self,
+        *,
+        reseeds: int | None = None,
+        watched: frozenset[int] = frozenset(),
+        saves: tuple[int, str] | None = None,
+        resumes: str | None = None,
+        validates: bool = False,
+        alone: int | None = None,
+        shares: Division | None = None,
+        precision: Precision | None = None,
+    ) -> list[Record]:
+        """The verified configuration, in real processes; one record for each rank.
+
+        Args:
+            reseeds: the seed of the random numbers of each micro-batch; None: the run's own.
+            watched: steps whose module outputs are recorded.
+            saves: the step after which a checkpoint is saved, and its path.
+            resumes: the checkpoint to resume from.
+            validates: after each step.
+            alone: the global batch size with which one process runs it instead.
+            shares: one process runs it instead, with each rank's share as a micro-batch.
+            precision: instead of the Trainer's.
+        """
+        directory = self._next()
+
+        def rank(rank: int) -> None:
+            recorder = Recorder(reseeds=reseeds, watched=watched, saves=saves)
+            trainer = self._trial(validates, reseeds is not None, alone, bool(alone or shares), compiled=not watched)
+            counting: list[Any] = [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
+            loaders = self.loaders
+            if shares is not None:
+                self._prepare_data()
+                loaders = self._shares(shares)
+                counting = [_Windows(self.trainer.accumulation * shares.places)]
+            trainer.set_callbacks([*counting, recorder])
+            if precision is not None:
+                trainer.precision_plugin = copy(precision)
+            recorder.take_logs(trainer)
+            start = str(self.directory / _START) if self._built else None
+            trainer.fit(  # type: ignore[attr-defined]
+                self.module,
+                loaders,
+                self.val_loaders if validates else None,
+                self.datamodule,
+                ckpt_path=resumes or start,
+                load_weights_only=resumes is None and start is not None,
+            )
+            torch.save(recorder.record, directory / str(rank))
+
+        return self._records(rank, 1 if alone or shares else self.trainer.processes, directory)
+
+    def _shares(self, division: Division) -> list[Any]:
+        """The micro-batches of all ranks, one after the other."""
+        self.trainer.settings = replace(self.trainer.settings, reproducible=True)
+        loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
+        feeds, _ = feeds_of(self.trainer, loaders, division)
+        rows = islice(rows_of(feeds, 0), self.steps * self.trainer.accumulation)
+        return [batch for row in rows for batch, _, _ in row]
+
+    def _trial(
+        self, validates: bool, reproducible: bool, batch_size: int | None, alone: bool, compiled: bool
+    ) -> Session:
+        """A Trainer of this rank that writes nothing and runs only these steps."""
+        given = self.trainer
+        every: dict[str, Any] = {"validate_every": 1, "validate_epochs": None}
+        settings = replace(
+            given.settings,
+            max_epochs=None,
+            max_steps=self.steps,
+            max_duration=None,
+            min_epochs=0,
+            min_steps=0,
+            endless=True,
+            sanity_steps=0,
+            log_every=1,
+            fast=0,
+            reproducible=given.settings.reproducible or reproducible,
+            global_batch_size=batch_size or given.settings.global_batch_size,
+            **(every if validates else {}),
+        )
+        trainer = given.for_trial(settings)
+        trainer.environment = Environment.detect()
+        trainer.processes = trainer.environment.local_world_size
+        trainer.strategy.device = pick_device(given.strategy.device.type, trainer.environment.local_rank)
+        if alone:
+            trainer.strategy, trainer.sharded_alternative = SingleDeviceStrategy(trainer.strategy.device), None
+        if not compiled:
+            trainer.compile_options = None
+        trainer.files = RunFiles(
+            loggers=[],
+            root=str(self.directory),
+            seed=given.files.seed,
+            resume=None,
+            records=False,
+            say=lambda line: None,
+        )
+        vars(trainer)["say"] = lambda line: None
+        return trainer
+
+    def plain(self, precision: Precision, division: Division, watched: frozenset[int] = frozenset()) -> Record:
+        """The plain loop."""
+        directory = self._next()
+
+        def one(rank: int) -> None:
+            self._prepare_data()
+            build_once(self.module)
+            if self._built:
+                from trainer_kit.checkpoint.read import read_checkpoint
+
+                self.module.load_state_dict(read_checkpoint(self.directory / _START)["model"])
+            loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
+            trainer = self.trainer
+            trainer.settings = replace(trainer.settings, reproducible=True)
+            record = plain_loop(
+                trainer,
+                self.module,
+                loaders,
+                self.datamodule,
+                precision=copy(precision),
+                steps=self.steps,
+                division=division,
+                watched=watched,
+            )
+            torch.save(record, directory / "0")
+
+        return self._records(one, 1, directory)[0]
+
+    def order(self, division: Division) -> list[int] | None:
+        """The dataset's indices in the order in which one process reads them; None where they are not known."""
+        directory = self._next()
+
+        def one(rank: int) -> None:
+            self._prepare_data()
+            settings, window = self.trainer.settings, self.trainer.accumulation
+            loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
+            size = Feed(loaders).per_rank_batch_size
+            whole = settings.global_batch_size
+            batch = whole // window if whole is not None else None if size is None else size * division.places
+            record = Record()
+            if batch is not None:
+                feed = Feed(loaders, seed=division.seed, batch_size=batch, reproducible=True)
+                record.plan = _read(feed, self.steps * window)
+            torch.save(record, directory / "0")
+
+        return self._records(one, 1, directory)[0].plan
+
+    def _prepare_data(self) -> None:
+        for owner in (self.datamodule, self.module):
+            if owner is not None and is_overridden("prepare_data", owner, DataHooks):
+                owner.prepare_data()
+        for owner in (self.datamodule, self.module):
+            if owner is not None and is_overridden("setup", owner, DataHooks):
+                owner.setup("fit")
+
+    def _next(self) -> Path:
+        self._count += 1
+        directory = self.directory / f"run-{self._count}"
+        directory.mkdir()
+        return directory
+
+    def _records(self, fn: Callable[[int], None], ranks: int, directory: Path) -> list[Record]:
+        self._forked(fn, ranks)
+        return [torch.load(directory / str(rank), weights_only=False) for rank in range(ranks)]
+
+    def _forked(self, fn: Callable[[int], None], ranks: int) -> None:
+        def quiet(rank: int) -> None:
+            if ranks == 1:  # one process, as it starts without a launcher
+                for name in _RANK:
+                    os.environ.pop(name, None)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the run itself shows them
+                fn(rank)
+
+        run_forked(quiet, ranks)
+
+
+@final
+class _Windows(Callback):
+    """A number of micro-batches for each step."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def on_train_start(self, trainer: Session, module: Any) -> None:
+        """Set the length of every window."""
+        assert trainer.run is not None
+        trainer.run.windows.length = self.length
+
+    def get_accumulate_grad_batches(self, epoch: int) -> int:
+        """See `SetsAccumulation`."""
+        return self.length
+
+
+def _read(feed: Feed, batches: int) -> list[int] | None:
+    found: list[int] = []
+    epoch = 0
+    while batches > 0:
+        feed.record_indices()
+        before = batches
+        for _ in islice(feed.epoch(epoch), batches):
+            ids = feed.next_indices()
+            if ids is None:
+                return None
+            found += ids
+            batches -= 1
+        epoch += 1
+        if batches == before:
+            return found
+    return found
