@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from trainer_kit.callbacks import AutoMicroBatch, GradientAccumulation, NaNGuard, ReplayCheck
+    from trainer_kit.callbacks import AutoMicroBatch, GradientAccumulation, HealthCheck, NaNGuard, ReplayCheck
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.protocols import (
+        ActsAtIntervals,
         Group,
         LeavesOutSteps,
         Logger,
@@ -60,9 +61,13 @@ if TYPE_CHECKING:
     from trainer_kit.trainer import Trainer
 
     def callbacks(
-        accumulating: GradientAccumulation, splitting: AutoMicroBatch, replaying: ReplayCheck, leaving_out: NaNGuard
-    ) -> tuple[SetsAccumulation, SplitsBatches, ReplaysSteps, LeavesOutSteps]:
-        return accumulating, splitting, replaying, leaving_out
+        accumulating: GradientAccumulation,
+        splitting: AutoMicroBatch,
+        replaying: ReplayCheck,
+        leaving_out: NaNGuard,
+        checking: HealthCheck,
+    ) -> tuple[SetsAccumulation, SplitsBatches, ReplaysSteps, LeavesOutSteps, ActsAtIntervals]:
+        return accumulating, splitting, replaying, leaving_out, checking
 
     def strategies(
         single: SingleDeviceStrategy,

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
 import resource
 import socket
 import stat
+import subprocess
+import sys
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +19,9 @@ from click.testing import CliRunner
 
 from tests.ports import free_port
 from trainer_kit.commands.main import main
+from trainer_kit.health import measure, survey
+
+command = importlib.import_module("trainer_kit.commands.doctor")
 
 
 @pytest.fixture
@@ -117,3 +126,77 @@ def test_a_clock_that_was_never_set(doctor, monkeypatch):
     code, said = doctor()
     assert code == 1
     assert "set the clock" in said
+
+
+def test_it_measures_this_process(doctor):
+    _, printed = doctor()
+    for about in ("GEMM", "memory", "disk"):
+        assert any(line[8:].startswith(about) and line.endswith("/s") for line in printed.splitlines()), about
+    assert "clocks" not in printed  # there is one rank
+
+
+@pytest.mark.slow
+def test_it_starts_ranks_and_compares_them(monkeypatch, tmp_path):
+    def report(*more):
+        result = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path), "--devices", "2", "--json", *more])
+        return result.exit_code, json.loads(result.output)
+
+    code, found = report()
+    assert code == int(any(each["level"] == "fix" for each in found["findings"]))
+    assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
+    assert all(set(rank["speeds"]) >= {"GEMM", "memory", "all-reduce"} for rank in found["ranks"])
+    assert "disk" not in found["ranks"][1]["speeds"], "once for each machine"
+    versions = measure.versions
+    monkeypatch.setattr(
+        survey, "versions", lambda device: {**versions(device), "torch": "1." + os.environ.get("RANK", "")}
+    )
+    code, found = report()  # forked ranks have the change
+    assert code == 1
+    (wrong,) = [each for each in found["findings"] if each["about"] == "versions" and each["level"] == "fix"]
+    assert wrong["text"].startswith("torch 1.1 on rank 1 (")
+
+
+@pytest.mark.slow
+def test_under_a_launcher_rank_0_reports_for_all(tmp_path):
+    words = [
+        "launch",
+        "--quiet",
+        "--cpu",
+        "--num_processes=2",
+        "-m",
+        "trainer_kit",
+        "doctor",
+        f"--directory={tmp_path}",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer_kit", *words], capture_output=True, text=True, timeout=110, check=False
+    )
+    lines = done.stdout.splitlines()
+    wrong = [line for line in lines if line.startswith("fix ")]
+    assert done.returncode == int(bool(wrong)), done.stdout + done.stderr
+    assert sum(" looked at: " in line for line in lines) == 1
+    assert sum(line[8:].startswith("python") for line in lines) == 1
+    assert any(line[8:].startswith("versions") and "equal on 2 ranks" in line for line in lines)
+    assert any(line[8:].startswith("ports") and "connects the 2 ranks" in line for line in lines)
+    assert any(line[8:].startswith("ranks") and "rank 0 of 2 (torchrun)" in line for line in lines)
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_connect(doctor, monkeypatch):
+    monkeypatch.setattr(command, "_TIMEOUT", timedelta(seconds=1))
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    code, printed = doctor()
+    assert code == 1
+    (line,) = [line for line in printed.splitlines() if "do not connect" in line]
+    assert line.startswith("fix     ranks ")
+    assert "python" in printed
+
+
+def test_a_measurement_that_fails_is_a_line(doctor, monkeypatch):
+    monkeypatch.setattr(command, "_measure_alone", lambda directory: 1 / 0)
+    code, printed = doctor()
+    assert code == 1
+    assert "ZeroDivisionError: division by zero" in printed
+    assert "python" in printed

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.early_stopping import EarlyStopping
     from trainer_kit.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, LayerWiseUnfreezing
     from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
+    from trainer_kit.callbacks.health_check import HealthCheck
     from trainer_kit.callbacks.lambda_callback import FunctionCallback, LambdaCallback
     from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainer_kit.callbacks.leaving import OnExceptionCheckpoint, Preemption
@@ -45,6 +46,7 @@ __all__ = [
     "FunctionCallback",
     "GradientAccumulation",
     "GradientAccumulationScheduler",
+    "HealthCheck",
     "LambdaCallback",
     "LayerWiseUnfreezing",
     "LearningRateFinder",
@@ -83,6 +85,7 @@ _HOME = {
     "FunctionCallback": "lambda_callback",
     "GradientAccumulation": "gradient_accumulation",
     "GradientAccumulationScheduler": "gradient_accumulation",
+    "HealthCheck": "health_check",
     "LambdaCallback": "lambda_callback",
     "LayerWiseUnfreezing": "finetuning",
     "LearningRateFinder": "tuning",

@@ -1,284 +1,144 @@
-"""``trainer-kit doctor``: check this machine for problems; ``trainer-kit env``: its versions, devices and settings."""
+"""``trainer-kit doctor``: check machines and ranks; ``trainer-kit env``: versions, devices and settings."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import math
-import os
-import platform
-import shutil
-import socket
-import subprocess
+import json
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 
 from trainer_kit.commands.terminal import FilePath
-from trainer_kit.core.display import in_units, mask_secrets
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import TrainerKitError
-from trainer_kit.report.environment import backends, describe_environment
+from trainer_kit.health.machine import Finding, check_machine
+from trainer_kit.report.environment import describe_environment
 
-__all__ = ["Finding", "doctor", "env"]
+if TYPE_CHECKING:
+    from trainer_kit.health.survey import Survey
 
-_DISTRIBUTION: Final = "trainer-kit"
-_RELEASED: Final = 1_767_225_600  # 2026: an earlier clock is wrong
-_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+__all__ = ["doctor", "env"]
 
-
-@final
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report.
-
-    Attributes:
-        about: the subject.
-        text: the observation.
-        level: OK; "warning": training works, but may be slow or fail later; "fix": training fails.
-        fix: how to repair it; not shown for OK.
-    """
-
-    about: str
-    text: str
-    level: str = "OK"
-    fix: str = ""
+_TIMEOUT: Final = timedelta(seconds=120)
+"""How long ranks wait for each other."""
 
 
 @click.command("doctor")
 @click.option("--directory", type=FilePath(exists=True, file_okay=False, path_type=Path), default=".", help="Of runs.")
-def doctor(directory: Path) -> None:
-    """Check this machine for problems of training.
+@click.option("--devices", type=click.IntRange(1), help="Ranks to start; by default one for each accelerator.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
+    """Check machines and ranks for problems of training.
 
-    Checks versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock. Each line is
-    OK, a warning, or something to fix. Exits with 1 if anything is to be fixed, else with 0.
+    Checks versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock; measures matrix
+    products, memory and collectives on every rank, and names ranks that are unlike the others. Under a launcher
+    (trainer-kit launch -m trainer_kit doctor, torchrun, srun) it checks the ranks that are there. Each line is OK, a
+    warning, or something to fix. Exits with 1 if anything is to be fixed, else with 0.
     """
-    found: list[Finding] = []
-    checks: dict[str, Callable[[], Iterator[Finding]]] = {
-        "packages": _versions,
-        "devices": _devices,
-        "ranks": _processes,
-        "network": _network,
-        "ports": _ports,
-        "disk": lambda: _disk(directory),
-        "/dev/shm": _shared_memory,
-        "open files": _limits,
-        "clock": lambda: _clock(directory),
-    }
-    for about, check in checks.items():
-        try:
-            found += check()
-        except Exception as error:  # a check may fail on an unusual machine
-            found.append(Finding(about, f"could not be looked at: {type(error).__name__}: {error}", "warning"))
-    width = max(len(each.about) for each in found)
-    for each in found:
-        click.echo(f"{each.level:8}{each.about:{width}}  {each.text}")
-        if each.fix and each.level != "OK":
-            click.echo(f"{'':8}{'':{width}}  → {each.fix}")
-    wrong, warned = (sum(each.level == level for each in found) for level in ("fix", "warning"))
-    click.echo(f"{len(found)} looked at: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
-    sys.exit(1 if wrong else 0)
-
-
-def _versions() -> Iterator[Finding]:
-    from packaging.requirements import Requirement
-
-    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
-    try:
-        required = importlib.metadata.requires(_DISTRIBUTION) or []
-    except importlib.metadata.PackageNotFoundError:
-        yield Finding(
-            "trainer_kit", "runs without being installed: versions are not compared", "warning", "pip install it"
-        )
-        return
-    needed = [Requirement(line) for line in required]
-    unsupported = []
-    for requirement in needed:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            unsupported.append(str(requirement))
-            yield Finding("packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            unsupported.append(str(requirement))
-            found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
-            yield Finding("packages", found, "fix", f"pip install '{requirement}'")
-    if not unsupported:
-        yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; all it needs is supported")
-
-
-def _devices() -> Iterator[Finding]:
-    import torch
-
-    from trainer_kit.core.devices import count_accelerators, present_accelerator
-    from trainer_kit.core.environment import usable_cores
-
-    built = torch.version.cuda or getattr(torch.version, "hip", None)
-    yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")
-    device = present_accelerator()
-    driver = _driver()
-    if device is not None:
-        count = count_accelerators()
-        name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
-        yield Finding("devices", f"{count} x {name}" + (f", driver {driver}" if driver else ""))
-    elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
-        why = "torch is built without CUDA" if not built else "torch does not see it"
-        fix = "install a CUDA build of torch" if not built else "compare the driver's CUDA version with torch's"
-        yield Finding("devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix)
-    else:
-        yield Finding("devices", "no accelerator; training runs on the CPU")
-    yield Finding("cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads")
-
-
-def _driver() -> str:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return ""
-    with suppress(OSError, subprocess.SubprocessError):
-        query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
-        return done.stdout.split("\n")[0].strip()
-    return ""
-
-
-def _processes() -> Iterator[Finding]:
-    import torch.distributed
-
     from trainer_kit.core.environment import Environment
 
     try:
         here = Environment.detect()
-    except TrainerKitError as error:
-        yield Finding("ranks", f"{error.problem}: {error.found}", "fix", error.fix or "")
+    except TrainerKitError:  # check_machine says what is wrong with it
+        findings, made = check_machine(directory), None
     else:
-        what = (
-            f"rank {here.rank} of {here.world_size} ({here.source})" if here.launched else "not started by a launcher"
-        )
-        yield Finding("ranks", f"this process is {what}")
-    if not torch.distributed.is_available():
-        yield Finding(
-            "backends", "torch is built without distributed training", "fix", "install another build of torch"
-        )
-        return
-    names = ", ".join(backends("gloo", "nccl"))
-    lacks = "; GPUs without nccl" if torch.cuda.is_available() and "nccl" not in names else ""
-    yield Finding("backends", names + lacks, "warning" if lacks else "OK", "install a build of torch with NCCL")
-
-
-def _network() -> Iterator[Finding]:
-    interfaces = [name for _, name in socket.if_nameindex()]
-    yield Finding("network", f"interfaces {', '.join(interfaces)}")
-    for variable in _INTERFACES:
-        value = os.environ.get(variable, "")
-        for name in filter(None, value.lstrip("^=").split(",")):
-            if not any(interface.startswith(name) for interface in interfaces):
-                yield Finding("network", f"{variable}={value} names no interface", "fix", f"unset {variable}")
-    if error := _unusable(0):
-        yield Finding("network", f"loopback does not work: {error}", "fix", "bring up the interface lo")
-    for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
-        try:
-            began = time.monotonic()
-            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
-            took = time.monotonic() - began
-        except OSError as error:
-            own = name == socket.gethostname()
-            fix = (
-                f"add a line for {name} to /etc/hosts" if own else "set MASTER_ADDR to a name or address that resolves"
-            )
-            yield Finding("network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix)
-            continue
-        text = f"{name} is {', '.join(sorted(addresses))}"
-        slow = f", resolved after {took:.1f} s" if took > 1 else ""
-        yield Finding("network", text + slow, "warning" if slow else "OK", f"add {name} to /etc/hosts")
-
-
-def _unusable(port: int) -> OSError | None:
-    """The error of listening at a port of the loopback interface, if any."""
-    try:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(("127.0.0.1", port))
-    except OSError as error:
-        return error
-    return None
-
-
-def _ports() -> Iterator[Finding]:
-    from trainer_kit.core.environment import Environment
-
-    port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
-    if not port.isdigit() or not 0 < int(port) < 65536:
-        yield Finding("ports", f"MASTER_PORT={port} is no port", "fix", "unset it, or set a number up to 65535")
-        return
-    error = _unusable(int(port))
-    level = "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
-    cannot = f", where several machines meet, cannot be used: {error.strerror}" if error else " is free"
-    yield Finding("ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free")
-
-
-def _disk(directory: Path) -> Iterator[Finding]:
-    for about, place in (("disk", directory.resolve()), ("temporary", Path(tempfile.gettempdir()))):
-        try:
-            with tempfile.NamedTemporaryFile(dir=place) as file:
-                file.write(b"\0" * 4096)
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            yield Finding(about, f"{place} cannot be written to: {error.strerror}", "fix", "use another directory")
-            continue
-        free = shutil.disk_usage(place).free
-        level, fix = _level(free, 10e9, 1e9), "make room: a checkpoint may be gigabytes"
-        yield Finding(about, f"{in_units(free)} free in {place}", level, fix)
-
-
-def _level(found: float, enough: float, usable: float) -> str:
-    return "OK" if found >= enough else "warning" if found >= usable else "fix"
-
-
-def _shared_memory() -> Iterator[Finding]:
-    place = Path("/dev/shm")
-    if not place.is_dir():
-        return
-    usage = shutil.disk_usage(place)
-    text = f"{in_units(usage.free)} free of {in_units(usage.total)}, for loader workers"
-    fix = "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
-    yield Finding("/dev/shm", text, _level(usage.free, 1e9, 128e6), fix)
-
-
-def _limits() -> Iterator[Finding]:
-    try:
-        import resource
-    except ImportError:  # Windows has none
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    level = _level(math.inf if soft == resource.RLIM_INFINITY else soft, 4096, 1024)
-    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    raised = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= 65536 else f"ulimit -n {hard}"
-    more = "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
-    fix = more if soft == hard else f"{raised} before training"
-    yield Finding("open files", f"at most {soft} (up to {most})", level, fix)
-
-
-def _clock(directory: Path) -> Iterator[Finding]:
-    now = time.time()
-    if now < _RELEASED:
-        yield Finding("clock", f"it shows {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd")
-        return
-    with tempfile.NamedTemporaryFile(dir=directory) as file:
-        difference = os.stat(file.name).st_mtime - time.time()
-    if abs(difference) > 5:
-        text = f"the files' clock is {difference:+.0f} s from this machine's"
-        yield Finding("clock", text, "warning", "let both keep time by NTP; order is kept by steps all the same")
+        findings, made = _on_ranks(directory) if here.launched else _here(directory, devices)
+        if here.rank > 0:
+            sys.exit(_code(findings))
+    if as_json:
+        click.echo(json.dumps(_as_json(findings, made), indent=2))
     else:
-        yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
+        _print(findings, made)
+    sys.exit(_code(findings))
+
+
+def _here(directory: Path, devices: int | None) -> tuple[list[Finding], Survey | None]:
+    """Start ranks, if there are to be several, then check this machine; a fork must come before CUDA is used."""
+    from trainer_kit.core.environment import available_devices
+    from trainer_kit.launch.processes import run_forked
+
+    count = devices or available_devices()
+    findings, made = list[Finding](), None
+    try:
+        made = run_forked(partial(_measure, directory), count) if count > 1 else _measure_alone(directory)
+    except Exception as error:
+        findings = [Finding("speeds", _line(error), "fix", "start with fewer ranks, or look at the traceback above")]
+    return [*check_machine(directory), *findings, *(() if made is None else made.findings)], made
+
+
+def _on_ranks(directory: Path) -> tuple[list[Finding], Survey | None]:
+    """Survey the ranks that a launcher has started; the first rank of each machine checks it."""
+    try:
+        made = _measure(directory, 0, machine=True)
+    except Exception as error:
+        wrong = Finding("ranks", f"do not connect: {_line(error)}", "fix", "see the lines about network and ports")
+        return [*check_machine(directory), wrong], None
+    return list(made.findings), made
+
+
+def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
+    """Join the ranks of the environment, and measure; ``rank`` is what starts them passes, and is not needed."""
+    from trainer_kit.core.environment import Environment, pick_device
+    from trainer_kit.health.survey import survey
+    from trainer_kit.strategies.process_group import join_world
+
+    here = Environment.detect()
+    device = pick_device(local_rank=here.local_rank) if _has_devices(here.local_world_size) else pick_device("cpu")
+    group = join_world(device, timeout=_TIMEOUT)
+    beside = check_machine(directory) if machine and here.local_rank == 0 else []
+    if here.rank > 0:  # what is well on one machine is printed once
+        beside = [found for found in beside if found.level != "OK"]
+    return survey(group, device, directory, beside)
+
+
+def _has_devices(ranks: int) -> bool:
+    """Whether each rank of this machine has an accelerator."""
+    from trainer_kit.core.environment import Environment, available_devices, pick_device
+
+    if pick_device("auto").type == "cpu":
+        return False
+    return available_devices() >= ranks or Environment.detect().source == "slurm"
+
+
+def _measure_alone(directory: Path) -> Survey:
+    from trainer_kit.core.environment import pick_device
+    from trainer_kit.health.survey import survey
+    from trainer_kit.strategies.single import Alone
+
+    return survey(Alone(), pick_device(), directory)
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _code(findings: list[Finding]) -> int:
+    return int(any(each.level == "fix" for each in findings))
+
+
+def _print(findings: list[Finding], made: Survey | None) -> None:
+    hosts = set() if made is None else {rank.host for rank in made.ranks}
+    width = max(len(each.about) for each in findings)
+    for each in findings:
+        where = f" [{each.host}]" if len(hosts) > 1 and each.host and each.host not in each.text else ""
+        click.echo(f"{each.level:8}{each.about:{width}}  {each.text}{where}")
+        if each.fix and each.level != "OK":
+            click.echo(f"{'':8}{'':{width}}  → {each.fix}")
+    wrong, warned = (sum(each.level == level for each in findings) for level in ("fix", "warning"))
+    click.echo(f"{len(findings)} looked at: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
+
+
+def _as_json(findings: list[Finding], made: Survey | None) -> dict[str, Any]:
+    return {
+        "findings": [asdict(each) for each in findings],
+        "ranks": [] if made is None else [asdict(rank) for rank in made.ranks],
+        "seconds": None if made is None else round(made.seconds, 3),
+    }
 
 
 @click.command("env")

@@ -17,6 +17,7 @@ __all__ = [
     "START_DIRECTORY",
     "Environment",
     "available_devices",
+    "backends",
     "count_devices",
     "first_host",
     "list_devices",
@@ -265,6 +266,14 @@ def first_host(hosts: str) -> str:
 def usable_cores() -> int:
     """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def backends(*names: str) -> list[str]:
+    """Return those of the given ``torch.distributed`` backends that torch is built with."""
+    import torch.distributed as dist
+
+    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    return [name for name in names if available[name]()]
 
 
 def _accelerator() -> str | None:

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.location import Location
-from trainer_kit.core.progress import Progress
+from trainer_kit.core.progress import Duration, Progress
 
 __all__ = [
+    "ActsAtIntervals",
     "CheckpointRequest",
     "DrawsProgress",
     "Group",
@@ -201,6 +202,18 @@ class ReplaysSteps(Protocol):
     @property
     def replays_every(self) -> int:
         """Optimizer steps from one comparison to the next."""
+
+
+@runtime_checkable
+class ActsAtIntervals(Protocol):
+    """A callback that the loop calls between two steps, such as `HealthCheck`; no other step calls it."""
+
+    @property
+    def acts_every(self) -> Duration | None:
+        """From one call to the next; None: never."""
+
+    def act(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Called on every rank, at the same step."""
 
 
 @runtime_checkable

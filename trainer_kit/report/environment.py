@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from trainer_kit.core.display import mask_secrets
 
-__all__ = ["backends", "describe_environment"]
+__all__ = ["describe_environment"]
 
 _PACKAGES: Final = (
     "torch", "numpy", "safetensors", "torchdata", "torchmetrics", "transformers", "accelerate", "lightning",
@@ -58,7 +58,7 @@ def _hardware() -> Iterator[tuple[str, Any]]:
     import torch.distributed as dist
 
     from trainer_kit.core.devices import count_accelerators, present_accelerator
-    from trainer_kit.core.environment import usable_cores
+    from trainer_kit.core.environment import backends, usable_cores
 
     yield "CPU", f"{os.cpu_count()} cores, {usable_cores()} usable"
     built = [
@@ -80,11 +80,3 @@ def _variables() -> Iterator[tuple[str, Any]]:
     set_here = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
     for name, value in sorted(mask_secrets(set_here).items()):
         yield f"${name}", value
-
-
-def backends(*names: str) -> list[str]:
-    """Return those of the given ``torch.distributed`` backends that torch is built with."""
-    import torch.distributed as dist
-
-    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
-    return [name for name in names if available[name]()]

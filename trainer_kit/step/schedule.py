@@ -3,14 +3,35 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, final
 
 from trainer_kit.core.progress import Duration, Progress
 
-__all__ = ["LONGEST", "Schedule"]
+__all__ = ["LONGEST", "Interval", "Schedule"]
 
 LONGEST: Final = 256  # steps between two looks, whatever else is due: kept losses must not pile up
+
+
+@final
+@dataclass
+class Interval:
+    """What is called between two steps, each time an interval is complete.
+
+    Attributes:
+        every: in a unit that `Progress` counts.
+        act: what is called.
+        done: complete intervals at the last call, or when training began; None before.
+    """
+
+    every: Duration
+    act: Callable[[], None]
+    done: int | None = None
+
+    def complete(self, progress: Progress) -> int:
+        """How many intervals are complete."""
+        return int(getattr(progress, self.every.counter) // self.every.value)
 
 
 @dataclass
@@ -27,6 +48,7 @@ class Schedule:
         validates: whether there is anything to validate on.
         log_every: steps between flushes of logged values.
         agree_every: steps between agreements of several ranks about requests; 0 for one process.
+        intervals: what callbacks do at intervals of their own.
     """
 
     batches: int | None
@@ -41,6 +63,7 @@ class Schedule:
     validates: bool
     log_every: int
     agree_every: int
+    intervals: list[Interval] = field(default_factory=list, init=False)
     checked: float = field(default=0, init=False)
 
     def finished(self, progress: Progress) -> str | None:
@@ -75,6 +98,9 @@ class Schedule:
         """Restart the interval of validation, unless it counts across epochs."""
         if not self.across_epochs:
             self.mark_checked(progress)
+        for interval in self.intervals:
+            if interval.done is None:
+                interval.done = interval.complete(progress)
 
     def mark_checked(self, progress: Progress) -> None:
         """Count the intervals that are complete at ``progress`` as checked."""
@@ -110,6 +136,22 @@ class Schedule:
     def _epoch_counts(self, progress: Progress) -> bool:
         return self.across_epochs or (progress.epoch + 1) % self.validate_epochs == 0
 
+    def intervals_due(self, progress: Progress, together: bool) -> list[Interval]:
+        """The intervals that were completed since they were last returned.
+
+        Args:
+            progress: of this step.
+            together: whether all ranks look at this step. A signal makes one rank look alone, and steps and batches are
+                the only counts for which all ranks look at the step that completes an interval.
+        """
+        found = []
+        for interval in self.intervals:
+            complete = interval.complete(progress)
+            if complete > (interval.done or 0) and (together or interval.every.unit in ("st", "ba")):
+                interval.done = complete
+                found.append(interval)
+        return found
+
     def due(self, progress: Progress, window: int) -> int:
         """The next step at which there is anything to look at, with ``window`` micro-batches a step."""
         step = progress.step
@@ -136,6 +178,10 @@ class Schedule:
             by_epoch = self.validate_every.unit == "ba" and not self.across_epochs
             counter = "epoch_batch" if by_epoch else self.validate_every.counter
             goals.append((counter, (self._intervals(progress) + 1) * self.validate_every.value))
+        for interval in self.intervals:
+            if interval.every.unit in ("st", "ba"):
+                target = (max(interval.complete(progress), interval.done or 0) + 1) * interval.every.value
+                goals.append((interval.every.counter, target))
         return goals
 
     def steps_left(self, progress: Progress) -> int | None:

@@ -23,7 +23,7 @@ from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.location import Location
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Duration
-from trainer_kit.core.protocols import LeavesOutSteps, ReplaysSteps, SplitsBatches
+from trainer_kit.core.protocols import ActsAtIntervals, LeavesOutSteps, ReplaysSteps, SplitsBatches
 from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
@@ -38,7 +38,7 @@ from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.optimizers import Optimizers, check_parameters, configure_optimizers
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
-from trainer_kit.step.schedule import Schedule
+from trainer_kit.step.schedule import Interval, Schedule
 from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
@@ -211,6 +211,9 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         forward_backward=_forward_backward(trainer, module, stepper, micro, windows),
         frozen=frozenset(name for name, trained in configured_flags(module).items() if not trained),
     )
+    for callback in trainer.callbacks:
+        if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
+            run.schedule.intervals.append(Interval(callback.acts_every, partial(callback.act, trainer, module)))
     if stepper.evaluates:
         micro.remember(stepper.draws)
     run.guard = _guard(trainer, run, datamodule)

@@ -53,6 +53,8 @@ def settle_step(run: Fit) -> bool:
         validate(run)
         _unite(run)
         agrees = True
+    if schedule.intervals:
+        _act(run, listens)
     over = schedule.epoch_is_over(progress)
     # At the end of an epoch a stop waits until the epoch is counted: it may be the last one of `min_epochs`.
     leaves = schedule.finished(progress) is not None or (agrees and not over and _stops(run))
@@ -69,6 +71,15 @@ def settle_step(run: Fit) -> bool:
     if listens:
         _leave_on_signal(run)
     return leaves
+
+
+def _act(run: Fit, together: bool) -> None:
+    """Call what is due at intervals; its time is not training time."""
+    due = run.schedule.intervals_due(run.progress, together)
+    for interval in due:
+        interval.act()
+    if due:
+        _pass_time(run, count=False)
 
 
 def settle_rewind(run: Fit) -> None:

@@ -1,0 +1,91 @@
+"""`HealthCheck`: measures every rank before training, and at intervals, and names those that are unlike the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal, final
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.hooks import Callback
+from trainer_kit.core.progress import Duration, DurationLike
+from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.health.machine import check_disk, check_shared_memory, make_findings
+from trainer_kit.health.survey import Survey, survey
+
+__all__ = ["HealthCheck"]
+
+
+@final
+class HealthCheck(Callback):
+    """Measure every rank before training and every so often, and print which ones are unlike the others.
+
+    Each rank measures a product of matrices (GEMM), copies in memory, an all-reduce, and its link to two other ranks;
+    the first rank of each machine also the disk of the run, and room on the disk and in ``/dev/shm``. Clocks and
+    versions are compared. A check prints one line if all is well; otherwise a line for each rank that is slow or
+    differs, with its host, device, and part of the median of the ranks: below 0.7 for devices, 0.5 for CPUs and links.
+    A rank that looks slow is measured three times before it is named. See ``trainer-kit doctor``.
+
+    Training is not changed: a check leaves random state, weights and gradients alone. It takes about a second, which
+    is not counted as time of training, and on an accelerator up to 0.6 GB of memory, which torch keeps for later use;
+    without that much free memory it says so. No step calls it in which no check is due.
+
+    Args:
+        every: from one check to the next, such as ``"500ba"`` or ``"1h"``; a number counts optimizer steps; None: only
+            before training. Intervals other than steps and batches end at the next step at which ranks agree.
+
+    Attributes:
+        last: the `Survey` of the last check, or None.
+
+    Raises:
+        ConfigurationError: ``every`` is not above 0, or a fraction of the run.
+
+    Example:
+        >>> HealthCheck(every="500ba").acts_every
+        Duration('500ba')
+    """
+
+    order: ClassVar[Literal["early", "normal", "late"]] = "early"
+
+    def __init__(self, every: DurationLike | None = None) -> None:
+        self.every = None if every is None else Duration.parse(every, "st")
+        if self.every is not None and not (self.every.value > 0 and self.every.unit != "dur"):
+            raise ConfigurationError(
+                "the interval of health checks is a count or a time above 0",
+                found=f"every={every!r}",
+                fix='every="500ba", or every=None to check only before training',
+            )
+        self.acts_every = self.every
+        self.last: Survey | None = None
+
+    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+        if stage == "fit":
+            self.last = None
+
+    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        self.act(trainer, module)
+
+    def act(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        """Check now, and print the result. Every rank must call it."""
+        directory = _existing(trainer)
+        beside = []
+        if trainer.local_rank == 0:
+            checks = {"/dev/shm": check_shared_memory}
+            if directory is not None:
+                checks["disk"] = lambda: check_disk(directory)
+            beside = [found for found in make_findings(checks) if found.level != "OK"]
+        made = survey(trainer.strategy.world, trainer.strategy.device, directory, beside)
+        self.last = made
+        when = f"health check at step {trainer.progress.step}"
+        if not made.unusual:
+            trainer.print(f"{when}: {made.describe()}, nothing unusual")
+        for found in made.unusual:
+            trainer.print(f"{when}: {found.about}: {found.text}")
+            trainer.print(f"  → {found.fix}")
+
+
+def _existing(trainer: TrainerLike) -> Path | None:
+    """The nearest directory above the checkpoints that exists; None where they go to a URL."""
+    place = trainer.checkpoint_dir
+    if not isinstance(place, Path):
+        return None
+    return next((each for each in (place, *place.absolute().parents) if each.is_dir()), None)

@@ -1,0 +1,290 @@
+"""The checks of one machine: versions, devices, network, ports, disk, shared memory, limits and the clock."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, final
+
+from trainer_kit.core.display import in_units
+from trainer_kit.core.environment import backends
+from trainer_kit.core.errors import TrainerKitError
+
+__all__ = ["Finding", "check_disk", "check_machine", "check_shared_memory", "driver_version", "make_findings"]
+
+_DISTRIBUTION: Final = "trainer-kit"
+_RELEASED: Final = 1_767_225_600  # 2026: an earlier clock is wrong
+_INTERFACES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Attributes:
+        about: the subject.
+        text: the observation.
+        level: OK; "warning": training works, but may be slow or fail later; "fix": training fails.
+        fix: how to repair it; not shown for OK.
+        host: of the machine, where there are several.
+    """
+
+    about: str
+    text: str
+    level: str = "OK"
+    fix: str = ""
+    host: str = ""
+
+
+def check_machine(directory: Path) -> list[Finding]:
+    """Check the machine of this process.
+
+    Args:
+        directory: of runs.
+
+    Returns:
+        One finding or more for each check; a check that fails becomes a warning.
+    """
+    return make_findings(
+        {
+            "packages": _versions,
+            "devices": _devices,
+            "ranks": _processes,
+            "network": _network,
+            "ports": _ports,
+            "disk": partial(check_disk, directory),
+            "/dev/shm": check_shared_memory,
+            "open files": _limits,
+            "clock": partial(_clock, directory),
+        }
+    )
+
+
+def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Finding]:
+    """Run the checks, by their subject; one that raises an error becomes a warning."""
+    found: list[Finding] = []
+    for about, check in checks.items():
+        try:
+            found += check()
+        except Exception as error:  # a check may fail on an unusual machine
+            found.append(Finding(about, f"could not be looked at: {type(error).__name__}: {error}", "warning"))
+    return found
+
+
+def _versions() -> Iterator[Finding]:
+    from packaging.requirements import Requirement
+
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    try:
+        required = importlib.metadata.requires(_DISTRIBUTION) or []
+    except importlib.metadata.PackageNotFoundError:
+        yield Finding(
+            "trainer_kit", "runs without being installed: versions are not compared", "warning", "pip install it"
+        )
+        return
+    needed = [Requirement(line) for line in required]
+    unsupported = []
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            version = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            unsupported.append(str(requirement))
+            yield Finding("packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            unsupported.append(str(requirement))
+            found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
+            yield Finding("packages", found, "fix", f"pip install '{requirement}'")
+    if not unsupported:
+        yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; all it needs is supported")
+
+
+def _devices() -> Iterator[Finding]:
+    import torch
+
+    from trainer_kit.core.devices import count_accelerators, present_accelerator
+    from trainer_kit.core.environment import usable_cores
+
+    built = torch.version.cuda or getattr(torch.version, "hip", None)
+    yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")
+    device = present_accelerator()
+    driver = driver_version()
+    if device is not None:
+        count = count_accelerators()
+        name = torch.cuda.get_device_name(0) if device.type == "cuda" else device.type
+        yield Finding("devices", f"{count} x {name}" + (f", driver {driver}" if driver else ""))
+    elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
+        why = "torch is built without CUDA" if not built else "torch does not see it"
+        fix = "install a CUDA build of torch" if not built else "compare the driver's CUDA version with torch's"
+        yield Finding("devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix)
+    else:
+        yield Finding("devices", "no accelerator; training runs on the CPU")
+    yield Finding("cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads")
+
+
+def driver_version() -> str:
+    """The version of the NVIDIA driver; "" where there is none."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    with suppress(OSError, subprocess.SubprocessError):
+        query = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+        done = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.split("\n")[0].strip()
+    return ""
+
+
+def _processes() -> Iterator[Finding]:
+    import torch.distributed
+
+    from trainer_kit.core.environment import Environment
+
+    try:
+        here = Environment.detect()
+    except TrainerKitError as error:
+        yield Finding("ranks", f"{error.problem}: {error.found}", "fix", error.fix or "")
+    else:
+        what = (
+            f"rank {here.rank} of {here.world_size} ({here.source})" if here.launched else "not started by a launcher"
+        )
+        yield Finding("ranks", f"this process is {what}")
+    if not torch.distributed.is_available():
+        yield Finding(
+            "backends", "torch is built without distributed training", "fix", "install another build of torch"
+        )
+        return
+    names = ", ".join(backends("gloo", "nccl"))
+    lacks = "; GPUs without nccl" if torch.cuda.is_available() and "nccl" not in names else ""
+    yield Finding("backends", names + lacks, "warning" if lacks else "OK", "install a build of torch with NCCL")
+
+
+def _network() -> Iterator[Finding]:
+    interfaces = [name for _, name in socket.if_nameindex()]
+    yield Finding("network", f"interfaces {', '.join(interfaces)}")
+    for variable in _INTERFACES:
+        value = os.environ.get(variable, "")
+        for name in filter(None, value.lstrip("^=").split(",")):
+            if not any(interface.startswith(name) for interface in interfaces):
+                yield Finding("network", f"{variable}={value} names no interface", "fix", f"unset {variable}")
+    if error := _unusable(0):
+        yield Finding("network", f"loopback does not work: {error}", "fix", "bring up the interface lo")
+    for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
+        try:
+            began = time.monotonic()
+            addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+            took = time.monotonic() - began
+        except OSError as error:
+            own = name == socket.gethostname()
+            fix = (
+                f"add a line for {name} to /etc/hosts" if own else "set MASTER_ADDR to a name or address that resolves"
+            )
+            yield Finding("network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix)
+            continue
+        text = f"{name} is {', '.join(sorted(addresses))}"
+        slow = f", resolved after {took:.1f} s" if took > 1 else ""
+        yield Finding("network", text + slow, "warning" if slow else "OK", f"add {name} to /etc/hosts")
+
+
+def _unusable(port: int) -> OSError | None:
+    """The error of listening at a port of the loopback interface, if any."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("127.0.0.1", port))
+    except OSError as error:
+        return error
+    return None
+
+
+def _ports() -> Iterator[Finding]:
+    import torch.distributed
+
+    from trainer_kit.core.environment import Environment
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        here = Environment.detect()
+        yield Finding("ports", f"{here.master_addr}:{here.master_port} connects the {here.world_size} ranks")
+        return
+    port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
+    if not port.isdigit() or not 0 < int(port) < 65536:
+        yield Finding("ports", f"MASTER_PORT={port} is no port", "fix", "unset it, or set a number up to 65535")
+        return
+    error = _unusable(int(port))
+    level = "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
+    cannot = f", where several machines meet, cannot be used: {error.strerror}" if error else " is free"
+    yield Finding("ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free")
+
+
+def check_disk(directory: Path) -> Iterator[Finding]:
+    """Whether the directory, and that of temporary files, can be written to, and how much is free."""
+    for about, place in (("disk", directory.resolve()), ("temporary", Path(tempfile.gettempdir()))):
+        try:
+            with tempfile.NamedTemporaryFile(dir=place) as file:
+                file.write(b"\0" * 4096)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            yield Finding(about, f"{place} cannot be written to: {error.strerror}", "fix", "use another directory")
+            continue
+        free = shutil.disk_usage(place).free
+        level, fix = _level(free, 10e9, 1e9), "make room: a checkpoint may be gigabytes"
+        yield Finding(about, f"{in_units(free)} free in {place}", level, fix)
+
+
+def _level(found: float, enough: float, usable: float) -> str:
+    return "OK" if found >= enough else "warning" if found >= usable else "fix"
+
+
+def check_shared_memory() -> Iterator[Finding]:
+    """How much of ``/dev/shm`` is free; loader workers send batches through it."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        return
+    usage = shutil.disk_usage(place)
+    text = f"{in_units(usage.free)} free of {in_units(usage.total)}, for loader workers"
+    fix = "in a container: --shm-size=8g or --ipc=host; elsewhere: num_workers=0"
+    yield Finding("/dev/shm", text, _level(usage.free, 1e9, 128e6), fix)
+
+
+def _limits() -> Iterator[Finding]:
+    try:
+        import resource
+    except ImportError:  # Windows has none
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    level = _level(math.inf if soft == resource.RLIM_INFINITY else soft, 4096, 1024)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
+    raised = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= 65536 else f"ulimit -n {hard}"
+    more = "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
+    fix = more if soft == hard else f"{raised} before training"
+    yield Finding("open files", f"at most {soft} (up to {most})", level, fix)
+
+
+def _clock(directory: Path) -> Iterator[Finding]:
+    now = time.time()
+    if now < _RELEASED:
+        yield Finding("clock", f"it shows {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd")
+        return
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        difference = os.stat(file.name).st_mtime - time.time()
+    if abs(difference) > 5:
+        text = f"the files' clock is {difference:+.0f} s from this machine's"
+        yield Finding("clock", text, "warning", "let both keep time by NTP; order is kept by steps all the same")
+    else:
+        yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))
