@@ -17,13 +17,14 @@ from typing import Any, Final
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.report.collect import RunDirectory
 
-__all__ = ["REPORT", "render", "write_report"]
+__all__ = ["REPORT", "page_part", "render", "write_report"]
 
 REPORT: Final = "report.html"
 
 
 @cache
-def _part(name: str) -> str:
+def page_part(name: str) -> str:
+    """The text of a file of this room, such as ``"page/page.css"``."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
@@ -47,17 +48,17 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
     """
     data = json.dumps({"written": time.time(), "refresh": refresh, "runs": list(runs)}, allow_nan=False)
     # The data are JSON in a script element, which only `<` could end.
-    scripts = [_part("vendor/uPlot.iife.min.js"), _part("page/page.js")]
+    scripts = [page_part("vendor/uPlot.iife.min.js"), page_part("page/page.js")]
     parts = {
         "TITLE": html.escape(" · ".join(str(run.get("title") or run["name"]) for run in runs[:3])),
         "POLICY": " ".join(map(_sha256, scripts)),
         "REFRESH": f'<meta http-equiv="refresh" content="{refresh:d}">' if refresh else "",
-        "STYLE": _part("vendor/uPlot.min.css") + _part("page/page.css"),
+        "STYLE": page_part("vendor/uPlot.min.css") + page_part("page/page.css"),
         "UPLOT": scripts[0],
         "SCRIPT": scripts[1],
         "DATA": data.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"),
     }
-    pieces = _part("page/page.html").split("%%")  # text and names alternate
+    pieces = page_part("page/page.html").split("%%")  # text and names alternate
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 

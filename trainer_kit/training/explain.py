@@ -22,7 +22,7 @@ from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.mesh_picture import mesh_picture
 from trainer_kit.training.session import Session
 
-__all__ = ["draw", "explain", "explain_running", "show_results"]
+__all__ = ["draw", "explain", "explain_running", "prepare", "show_results"]
 
 _LOOP = """\
 on_fit_start
@@ -122,7 +122,7 @@ def _strategy(trainer: Session, module: Any, datamodule: Any) -> tuple[Strategy,
     strategy, why = trainer.strategy, ""
     if module is not None:
         check_module(module, "fit")
-        _prepare(trainer, module, datamodule)
+        prepare(trainer, module, datamodule)
         if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):
             strategy, why = choose_by_memory(trainer, module, "fit")
     return strategy, why, max(trainer.world_size, trainer.processes)
@@ -162,7 +162,7 @@ def _loop(trainer: Session, module: Any, bus: Bus) -> list[str]:
     return _loop_lines(bus, _facts(trainer, module), validates)
 
 
-def _prepare(trainer: Session, module: Any, datamodule: Any) -> None:
+def prepare(trainer: Session, module: Any, datamodule: Any) -> None:
     """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     for owner in owners:

@@ -1,0 +1,231 @@
+"""The search, over a memory that is known: which configurations it measures, and in which order it puts them."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from torch import nn
+
+import trainer_kit as tk
+from trainer_kit.core.device_table import find_device
+from trainer_kit.core.errors import StrategyError
+from trainer_kit.planning.estimate import Assumptions
+from trainer_kit.planning.plan import Plan
+from trainer_kit.planning.records import CATEGORIES, Measured, Traffic
+from trainer_kit.planning.search import Question, search
+
+GB = 10**9
+
+
+class Divisible(tk.TrainModule):
+    def configure_parallel(self, mesh):
+        raise NotImplementedError
+
+
+class Memory:
+    """A stand-in for measured steps: 40 GB of state, and activations of 4 GB a sample, 1 GB with checkpointing."""
+
+    def __init__(self, state=40 * GB, sample=4 * GB):
+        self.state, self.sample = state, sample
+        self.measured = []
+
+    def __call__(self, candidate):
+        self.measured.append(candidate)
+        if candidate.strategy.startswith("pp"):
+            raise StrategyError("no blocks", found="Linear")
+        saved = 4 if candidate.activation_checkpointing else 1
+        parts = 1 if candidate.strategy in ("ddp", "single_device") else candidate.world
+        state = self.state // parts
+        memory = dict.fromkeys(CATEGORIES, 0)
+        memory["optimizer"] = 0 if candidate.offload else state
+        memory["activations"] = self.sample * candidate.micro_batch // saved
+        gathers = 2 * candidate.accumulate if candidate.strategy == "fsdp" else 0
+        return Measured(
+            candidate=candidate,
+            memory=(memory,),
+            host=state if candidate.offload else 0,
+            traffic=(
+                Traffic(kind="all_reduce", axis="data", count=1, bytes=GB),
+                Traffic(kind="all_gather", axis="data", count=gathers, bytes=gathers * GB),
+            ),
+            flops=10**13
+            * candidate.micro_batch
+            * candidate.accumulate
+            * (4 if candidate.activation_checkpointing else 3),
+            exact=True,
+            notes=(),
+        )
+
+
+def question(**given):
+    values = {
+        "device": find_device("h200"),
+        "worlds": (8,),
+        "global_batch": 64,
+        "limit": 50 * GB,
+        "precisions": ("bf16-mixed",),
+        "assumptions": Assumptions(),
+    }
+    return Question(**{**values, **given})
+
+
+def found(module=None, memory=None, **given):
+    memory = memory or Memory()
+    return search(question(**given), module or nn.Linear(1, 1), memory), memory
+
+
+def words(row):
+    candidate = row.candidate
+    return (candidate.strategy, candidate.micro_batch, candidate.accumulate, candidate.activation_checkpointing)
+
+
+def test_the_largest_micro_batch_that_fits_is_found_and_the_global_batch_stays():
+    rows, _ = found()
+    assert [words(row) for row in rows] == [
+        ("fsdp", 8, 1, False),  # 5 + 32 GB
+        ("ddp", 2, 4, False),  # 40 + 8 GB
+        ("ddp", 8, 1, True),  # 40 + 8 GB, and a third more products
+    ]
+    for row in rows:
+        candidate = row.candidate
+        assert candidate.micro_batch * candidate.accumulate * 8 == 64
+        assert row.measured.peak <= 50 * GB
+    speeds = [row.estimate.samples_per_second for row in rows]
+    assert speeds == sorted(speeds, reverse=True)
+
+
+def test_what_fits_whole_is_measured_once_and_needs_no_checkpointing():
+    rows, memory = found(limit=120 * GB)
+    assert [words(row) for row in rows] == [("fsdp", 8, 1, False), ("ddp", 8, 1, False)], "fsdp updates an eighth"
+    assert len(memory.measured) == 2
+    assert not any(candidate.activation_checkpointing for candidate in memory.measured)
+
+
+def test_a_long_window_is_measured_in_two_parts_and_counted_whole():
+    rows, memory = found(global_batch=8 * 64, strategies=("fsdp",), limit=14 * GB)
+    row = next(row for row in rows if not row.candidate.activation_checkpointing)
+    assert (row.candidate.micro_batch, row.candidate.accumulate) == (2, 32)
+    assert max(candidate.accumulate for candidate in memory.measured) == 2
+    assert row.measured.flops == 3 * 10**13 * 64
+    by_kind = {one.kind: (one.count, one.bytes) for one in row.measured.traffic}
+    assert by_kind == {"all_reduce": (1, GB), "all_gather": (64, 64 * GB)}
+
+
+def test_offload_is_tried_where_nothing_else_fits():
+    rows, _ = found(strategies=("fsdp",), limit=4 * GB)
+    assert [(row.candidate.offload, row.estimate is not None) for row in rows] == [
+        (True, True),
+        (False, False),
+        (False, False),
+    ]
+    assert rows[0].measured.host == 5 * GB
+    assert all("needs" in row.reason for row in rows[1:])
+
+
+def test_reasons_name_what_takes_the_memory():
+    rows, _ = found(strategies=("ddp",), limit=30 * GB)
+    assert {row.reason for row in rows} == {
+        "needs 44 GB with one sample, of which weights, gradients and optimizer state are 40 GB",
+        "needs 41 GB with one sample, of which weights, gradients and optimizer state are 40 GB",
+    }
+    rows, _ = found(strategies=("ddp",), limit=30 * GB, memory=Memory(state=10 * GB, sample=200 * GB))
+    assert {row.reason for row in rows} == {
+        "needs 210 GB with one sample, most of it activations: 200 GB",
+        "needs 60 GB with one sample, most of it activations: 50 GB",
+    }
+
+
+def test_strategies_follow_from_the_world_and_the_module():
+    rows, _ = found(worlds=(1, 8), limit=500 * GB)
+    assert [row.candidate.strategy for row in rows if row.candidate.world == 1] == ["single_device"]
+    rows, _ = found(Divisible(), limit=500 * GB)
+    assert {row.candidate.strategy for row in rows} == {"ddp", "fsdp", "tp2", "tp4", "tp8", "pp2", "pp4", "pp8"}
+    refused = {row.reason for row in rows if row.candidate.strategy == "pp2"}
+    assert refused == {"cannot be built: no blocks (Linear)"}
+    assert [row.estimate is None for row in rows] == sorted(row.estimate is None for row in rows)
+
+
+def test_whole_copies_are_measured_once_for_all_worlds():
+    rows, memory = found(worlds=(8, 64), strategies=("ddp",), limit=100 * GB, global_batch=64)
+    assert [(row.candidate.world, row.candidate.micro_batch) for row in rows] == [(8, 8), (64, 1)]
+    rows, memory = found(worlds=(8, 16), strategies=("ddp",), global_batch=128)
+    assert [words(row)[1:] for row in rows if not row.candidate.activation_checkpointing] == [
+        (2, 8, False),
+        (2, 4, False),
+    ]
+    plain = [(each.micro_batch, each.accumulate) for each in memory.measured if not each.activation_checkpointing]
+    assert sorted(plain) == [(1, 2), (2, 1), (2, 2), (8, 1), (16, 1)]
+
+
+def test_a_precision_without_products_is_left_out_with_a_reason():
+    rows, memory = found(device=find_device("t4"), precisions=("bf16-mixed",), strategies=("ddp",))
+    assert [(row.measured, row.reason) for row in rows] == [(None, "the device has no such products")]
+    assert not memory.measured
+
+
+def test_more_ranks_than_samples_take_one_sample_each():
+    rows, _ = found(worlds=(512,), strategies=("fsdp",))
+    assert words(rows[0]) == ("fsdp", 1, 1, False)
+
+
+@pytest.fixture
+def plan():
+    rows, _ = found(Divisible(), worlds=(1, 8, 64), precisions=("32-true", "bf16-mixed"), limit=50 * GB)
+    return Plan(
+        question=question(worlds=(1, 8, 64)),
+        rows=rows,
+        device="H200",
+        script="train.py --lr <0.1>",
+        notes=["a note about what was assumed that is so long that it does not fit into one line of the table at all"],
+        seconds=1.5,
+    )
+
+
+def test_a_plan_is_a_table_of_at_most_100_columns(plan):
+    text = str(plan)
+    assert max(map(len, text.splitlines())) <= 100
+    assert re.search(
+        r"8 ranks\n +strategy +precision +batch +ckpt +offload +memory +step +MFU +samples/s\n +1\. ", text
+    )
+    assert '  Trainer(strategy="' in text
+    assert "python train.py --lr <0.1>" in text
+    assert "--num_machines 8 --num_processes 64 \\\n      --machine_rank RANK --main_process_ip HOST train.py" in text
+    assert "pp2, 32-true and bf16-mixed: cannot be built: no blocks (Linear)" in text.replace("\n     ", " ")
+    assert "Fragmentation" in text
+    assert repr(plan) == text
+
+
+def test_the_lines_of_a_row_can_be_executed(plan):
+    from trainer_kit.strategies import MeshStrategy
+
+    for row in plan.rows:
+        if row.estimate is not None:
+            line = plan.trainer_line(row)
+            taken = eval(line, {"Trainer": lambda **given: given, "MeshStrategy": MeshStrategy})
+            candidate = row.candidate
+            assert taken["devices"] * taken.get("num_nodes", 1) == candidate.world
+            assert taken["precision"] == candidate.precision
+            ranks = 8 if candidate.strategy == "tp8" else 4 if candidate.strategy == "tp4" else 2
+            ranks = ranks if candidate.strategy.startswith("tp") else 1
+            batch = candidate.micro_batch * candidate.accumulate * candidate.world // ranks
+            assert taken["global_batch_size"] == batch
+            assert taken.get("accumulate_grad_batches", 1) == candidate.accumulate
+    assert plan.best(64).candidate.world == 64
+    assert plan.best().candidate.world == 1
+
+
+def test_json_and_page_hold_the_same(plan, tmp_path):
+    made = json.loads(plan.to_json())
+    assert len(made["rows"]) == len(plan.rows)
+    first = made["rows"][0]
+    assert first["fits"] is True
+    assert first["peak"] == sum(first["memory"][0].values())
+    assert first["trainer"] == plan.trainer_line(plan.rows[0])
+    page = plan.to_html(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text(encoding="utf-8") == page
+    assert "train.py --lr &lt;0.1&gt;" in page
+    assert page.count('class="bar"') == sum(row.measured is not None for row in plan.rows)
+    assert "<script" not in page
+    assert "prefers-color-scheme: dark" in page

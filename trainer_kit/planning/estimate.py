@@ -1,0 +1,174 @@
+"""Estimate the time of a step, MFU and cost from what a step needs and what a data sheet promises."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, final
+
+from trainer_kit.core.device_table import Device
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.planning.records import Candidate, Measured, Traffic
+
+__all__ = ["Assumptions", "Estimate", "estimate_step", "inner_ranks"]
+
+_INNER: Final = re.compile(r"(?:tp|pp|cp)(\d+)")
+_HIDDEN: Final = ("data", "dp_shard", "dp_replicate", "world")
+"""Axes whose collectives overlap with computation; others wait for what they exchange."""
+_PASSES: Final = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
+"""How often the bytes of a collective cross a link of a ring, times (n - 1) / n; of others: once."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Assumptions:
+    """What an estimate assumes beyond the data sheet.
+
+    Attributes:
+        efficiency: the share of the device's peak that the model's products reach.
+        bandwidth: the share of memory, link and network bandwidths that is reached.
+        latency: seconds that each collective takes beside its bytes.
+        price: of a device for an hour, in any currency; None: no cost.
+        tokens: tokens of a sample; None: cost and speed are per sample.
+    """
+
+    efficiency: float = 0.5
+    bandwidth: float = 0.8
+    latency: float = 2e-5
+    price: float | None = None
+    tokens: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 < self.efficiency <= 1 and 0 < self.bandwidth <= 1):
+            raise ConfigurationError(
+                "efficiency and bandwidth are shares of a peak",
+                found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
+                fix="numbers above 0 and at most 1",
+            )
+        if self.latency < 0 or (self.price is not None and self.price < 0):
+            raise ConfigurationError(
+                "latency and price are not negative", found=f"latency={self.latency}, price={self.price}"
+            )
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The estimated time of one optimizer step, and what follows from it.
+
+    Attributes:
+        seconds: of a step: the larger of ``compute`` and ``hidden``, plus all other parts.
+        compute: of products, with the bubble of a pipeline.
+        hidden: of collectives that overlap with computation.
+        exposed: of collectives that computation waits for.
+        update: of the optimizer, which reads and writes its tensors once; with offload, their transfer.
+        samples_per_second: of all ranks.
+        tokens_per_second: likewise; None where tokens are not counted.
+        mfu: the model's FLOPs, without those of recomputed activations, in ``seconds`` at the device's peak.
+        cost: of a million tokens, or of a million samples where tokens are not counted; None without a price.
+    """
+
+    seconds: float
+    compute: float
+    hidden: float
+    exposed: float
+    update: float
+    samples_per_second: float
+    tokens_per_second: float | None
+    mfu: float
+    cost: float | None
+
+
+def inner_ranks(candidate: Candidate) -> int:
+    """The number of ranks that work on the same samples.
+
+    Example:
+        >>> inner_ranks(Candidate(strategy="tp2", precision="32-true", world=8, micro_batch=1))
+        2
+    """
+    found = _INNER.fullmatch(candidate.strategy)
+    return 1 if found is None else int(found[1])
+
+
+def estimate_step(
+    measured: Measured, device: Device, assumptions: Assumptions, *, peak: float, model_flops: float | None = None
+) -> Estimate:
+    """Estimate one optimizer step.
+
+    Args:
+        measured: what the step needs.
+        device: the row of the data sheet.
+        assumptions: the assumed shares, and the price.
+        peak: FLOP/s of the device in the candidate's precision.
+        model_flops: FLOPs of a rank without recomputed activations; None: those of ``measured``.
+
+    Example:
+        >>> from trainer_kit.core.device_table import find_device
+        >>> one = Candidate(strategy="single_device", precision="bf16-mixed", world=1, micro_batch=8)
+        >>> needs = Measured(candidate=one, memory=({"parameters": 4},), host=0, traffic=(), flops=10**15, exact=True,
+        ...                  notes=())
+        >>> found = estimate_step(needs, find_device("h200"), Assumptions(), peak=1e15)
+        >>> round(found.seconds, 3), round(found.mfu, 2), round(found.samples_per_second, 1), found.cost
+        (2.0, 0.5, 4.0, None)
+    """
+    candidate = measured.candidate
+    compute = measured.flops / (peak * assumptions.efficiency) * _bubble(candidate)
+    hidden = exposed = 0.0
+    for one in measured.traffic:
+        seconds = _seconds(one, candidate, device) / assumptions.bandwidth + one.count * assumptions.latency
+        if one.axis in _HIDDEN:
+            hidden += seconds
+        else:
+            exposed += seconds
+    update = _update(measured, device) / assumptions.bandwidth
+    seconds = max(compute, hidden) + exposed + update
+    samples = candidate.micro_batch * candidate.accumulate * _data_ranks(candidate) / seconds if seconds else 0.0
+    tokens = None if assumptions.tokens is None else samples * assumptions.tokens
+    rate = samples if tokens is None else tokens
+    cost = None if assumptions.price is None or not rate else assumptions.price * candidate.world / 3600 / rate * 1e6
+    useful = measured.flops if model_flops is None else model_flops
+    return Estimate(
+        seconds=seconds,
+        compute=compute,
+        hidden=hidden,
+        exposed=exposed,
+        update=update,
+        samples_per_second=samples,
+        tokens_per_second=tokens,
+        mfu=useful / (seconds * peak) if seconds else 0.0,
+        cost=cost,
+    )
+
+
+def _data_ranks(candidate: Candidate) -> int:
+    return candidate.world // inner_ranks(candidate)
+
+
+def _bubble(candidate: Candidate) -> float:
+    """How much longer a pipeline computes: its first and last micro-batches leave stages idle."""
+    stages = inner_ranks(candidate) if candidate.strategy.startswith("pp") else 1
+    return (candidate.accumulate + stages - 1) / candidate.accumulate
+
+
+def _seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
+    """A ring over the slowest link between the ranks of the axis."""
+    inner = inner_ranks(candidate)
+    if traffic.axis in _HIDDEN:
+        ranks, span = candidate.world // inner, candidate.world
+    else:
+        ranks, span = max(inner, 2), inner
+    if traffic.axis == "dp_shard" and candidate.strategy == "hsdp":
+        ranks = span = min(device.group, candidate.world)
+    bandwidth = (device.link if span <= device.group else device.network) * 1e9
+    passes = _PASSES.get(traffic.kind)
+    crossed = traffic.bytes if passes is None else traffic.bytes * passes * (ranks - 1) / max(1, ranks)
+    return crossed / bandwidth
+
+
+def _update(measured: Measured, device: Device) -> float:
+    """Reads parameters, gradients and optimizer state, and writes all but the gradients."""
+    held = measured.memory[0]
+    read = sum(held.get(name, 0) for name in ("parameters", "gradients", "optimizer"))
+    written = sum(held.get(name, 0) for name in ("parameters", "optimizer"))
+    moved = (read + written) / (device.bandwidth * 1e9)
+    return moved + 2 * measured.host / (device.host * 1e9)
