@@ -268,6 +268,35 @@ def test_what_the_queue_does_not_keep_is_read_back_from_the_journal(tmp_path, re
     assert [step for step, _ in logger.values] == list(range(1, 401))
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_values_reach_an_idle_logger_without_waking_it(waits):
+    """Each wake-up would interrupt the training thread, with which the logger's thread shares the interpreter."""
+    came, kept = threading.Event(), []
+
+    class Keeps:
+        def log_metrics(self, metrics, step):
+            kept.append((step, threading.current_thread()))
+            if len(kept) == 6:
+                came.set()
+
+    deliveries = delivery.Deliveries(print)
+    deliveries.open([Keeps()], None)
+    deliveries.log({"loss": 0.5}, 0, {})
+    deliveries.wait()  # its thread is idle now
+    (one,) = deliveries.each()
+    woken, notify = [], one._changed.notify_all
+    one._changed.notify_all = lambda: (woken.append(threading.current_thread()), notify())
+    for step in range(1, 6):
+        deliveries.log({"loss": 0.5}, step, {})
+    assert threading.current_thread() not in woken
+    if waits:
+        one.catch_up(time.monotonic() + 60)
+        assert threading.current_thread() in woken  # a caller that waits does wake it
+    assert came.wait(60)
+    assert [step for step, _ in kept] == list(range(6))
+    deliveries.close("success")
+
+
 def test_values_that_a_logger_refuses_are_left_out(tmp_path, capsys):
     class Refuses(Faulty):
         def log_metrics(self, metrics, step):

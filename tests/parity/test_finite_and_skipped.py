@@ -89,6 +89,22 @@ def test_a_loss_whose_memory_is_reused_keeps_its_returned_value(hook: str, as_di
         train(Reusing(2, float("nan")), make_batches(7), log_every_n_steps=5)
 
 
+@pytest.mark.parametrize("at", [2, 3])
+def test_losses_of_several_classes_and_shapes_are_checked_together(at: int) -> None:
+    """A plain loss on the CPU is kept as a number, one of a subclass as a tensor."""
+
+    class Own(torch.Tensor):
+        pass
+
+    class Mixed(Spoiled):
+        def training_step(self, batch: Batch, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss.as_subclass(Own) if batch_idx % 2 else loss.reshape(1)
+
+    with pytest.raises(NonFiniteError, match=rf"(?s)not finite at step {at + 1}\n.*nan in batch {at} of epoch 0"):
+        train(Mixed(at, float("nan")), make_batches(7), log_every_n_steps=5)
+
+
 def test_losses_of_manual_optimization_are_checked_too() -> None:
     class Manual(Classifier):
         automatic_optimization = False

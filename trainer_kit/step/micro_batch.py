@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, final
@@ -88,7 +89,7 @@ class MicroBatches:
         batch, index, outputs: of the micro-batch that ran last.
         sizes: samples of each micro-batch, over all ranks.
         tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
-        loss: a copy of the last one.
+        loss: a copy of the last one, read where that is no sync point.
         losses: those since `first_bad` was asked, each with the steps completed before it and its batch's number.
         skipped: how many times the step returned None.
         padded: how many micro-batches this rank did not have, in windows that were loaded.
@@ -132,8 +133,8 @@ class MicroBatches:
         self.batch: Any = None
         self.earlier: Any = None
         self.outputs: Any = None
-        self.loss: Tensor | None = None
-        self.losses: list[tuple[Tensor, int, int]] = []
+        self.loss: Tensor | float | None = None
+        self.losses: list[tuple[Tensor | float, int, int]] = []
         self.always_unusual = manual or several is not None or precision.scales
         self.unusual = True  # the first loss is looked at closely
         self.drops: list[Any] = []
@@ -187,10 +188,11 @@ class MicroBatches:
         if self.unusual or output.__class__ is not Tensor:
             return self._unusual(output, index)
         # The usual case in one frame: one loss, as a tensor.
-        kept = self.loss = output.detach().clone()  # its memory may be written again: by its user, by a compiled step
+        # A copy, for its memory may be written again: by its user, by a compiled step. On the CPU a number is cheapest.
+        kept = self.loss = output.item() if output.is_cpu else output.detach().clone()  # no sync point
         self.losses.append((kept, self.started, self.index))
         if self.wants_outputs:
-            self.outputs = {"loss": kept.clone()}  # hooks may keep it, and write into it
+            self.outputs = {"loss": output.detach().clone()}  # hooks may keep it, and write into it
         self.contributed = True
         return output if self.factors is None else output * self.factors[index]
 
@@ -207,7 +209,8 @@ class MicroBatches:
 
     def note(self, loss: Tensor) -> None:
         """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
-        kept = self.loss = loss.detach().clone()  # as in `forward`
+        on_host = loss.__class__ is Tensor and loss.is_cpu
+        kept = self.loss = loss.item() if on_host else loss.detach().clone()  # no sync point, as in `forward`
         self.losses.append((kept, self.started, self.index))
 
     def first_bad(self) -> tuple[int, int, float] | None:
@@ -218,15 +221,19 @@ class MicroBatches:
         seen, self.losses = self.losses, []
         if not seen:
             return None
-        try:
-            values = torch.stack([loss for loss, _, _ in seen]).reshape(-1)  # a third of the time of reshaping each
-        except RuntimeError:  # of shape () and (1,)
-            values = torch.cat([loss.reshape(1) for loss, _, _ in seen])
-        finite = values.isfinite()
-        if bool(finite.any() if self._scale is not None else finite.all()):  # sync point: where values are read anyway
+        losses: list[Any] = [loss for loss, _, _ in seen]
+        if float in map(type, losses):
+            finite = list(map(math.isfinite, losses))  # no sync point: numbers on the CPU
+        else:
+            try:
+                values = torch.stack(losses).reshape(-1)  # a third of the time of reshaping each
+            except RuntimeError:  # of shape () and (1,)
+                values = torch.cat([loss.reshape(1) for loss in losses])
+            finite = values.isfinite().tolist()  # sync point: where values are read anyway
+        if any(finite) if self._scale is not None else all(finite):
             return None
-        at = finite.tolist().index(False)  # sync point: the run ends or goes back
-        return seen[at][1] + 1, seen[at][2], float(values[at])  # sync point: as above
+        at = finite.index(False)
+        return seen[at][1] + 1, seen[at][2], float(losses[at])  # sync point: the run ends or goes back
 
     def _unusual(self, output: Any, index: int) -> Any | None:
         """Handle every result of a step other than a plain tensor."""
@@ -349,13 +356,15 @@ class MicroBatches:
             if weight is not None:
                 self._metrics.weight = weight * share
             loss = self.forward(index)
-            outputs.append((self.outputs, self.loss, share))
+            outputs.append((self.outputs, share))
             if loss is not None:
                 self.backward(index, loss if share == 1.0 else loss * share)
         self.batch, self._metrics.weight = whole, weight
-        if len(outputs) > 1 and all(isinstance(one, Mapping) and "loss" in one for one, _, _ in outputs):
-            self.loss = torch.stack([loss * share for _, loss, share in outputs if loss is not None]).sum()
-            self.outputs = {**outputs[-1][0], "loss": self.loss}
+        if not self.wants_outputs or len(outputs) == 1:
+            return
+        losses = [one["loss"] * share for one, share in outputs if isinstance(one, Mapping) and "loss" in one]
+        if len(losses) == len(outputs):
+            self.outputs = {**outputs[-1][0], "loss": torch.stack(losses).sum()}
 
     def turn_to(self, index: int, batch: Any, outputs: Any = None) -> None:
         """Go back to a micro-batch that has begun, for strategies that have several under way."""

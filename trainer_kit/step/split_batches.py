@@ -15,7 +15,7 @@ from trainer_kit.checkpoint.files import same_bits
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.tensors import local
+from trainer_kit.core.tensors import is_tensor, local
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.step.micro_batch import EarlyEpochExit, MicroBatches
@@ -216,7 +216,7 @@ class ReplayedSteps:
         _put(buffers_after)
         again = _gradients(module)
         differ = [name for name in first if name not in again or not same_bits(first[name], again[name])]
-        self._compare(micro.started + 1, differ, (loss, loss_again))
+        self._compare(micro.started + 1, differ, [loss, loss_again])
         if self._inside is not None:
             self._strategy.exchange_gradients()
 
@@ -227,9 +227,12 @@ class ReplayedSteps:
         with self._inside():
             Strategy.forward_backward(self._strategy, micro)
 
-    def _compare(self, step: int, differ: list[str], losses: tuple[Tensor | None, Tensor | None]) -> None:
-        world, (one, other) = self._strategy.world, losses
-        loss = one is not None and other is not None and not same_bits(local(one), local(other))
+    def _compare(self, step: int, differ: list[str], losses: list[Tensor | float | None]) -> None:
+        world = self._strategy.world
+        read = [
+            torch.as_tensor(local(x), dtype=None if is_tensor(x) else torch.float64) for x in losses if x is not None
+        ]
+        loss = len(read) == 2 and not same_bits(*read)
         rows = world.agree([len(differ), loss])
         ranks = [rank for rank, row in enumerate(rows) if any(row)]
         if not ranks:
