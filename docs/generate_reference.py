@@ -1,23 +1,32 @@
 """Writes the pages of docs/reference that are tables of the code, for ``make docs``.
 
 ``index.md`` has every public name, ``commands.md`` every command and option, ``configuration.md`` every key of the
-files of ``trainer-kit launch``. The other pages are directives for mkdocstrings, which reads the docstrings when the
-site is built.
+files of ``trainer-kit launch``, ``script-files.md`` every key of the files of ``tk.cli``. The other pages are
+directives for mkdocstrings, which reads the docstrings when the site is built.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final
+from types import NoneType
+from typing import Any, Final, Literal, get_args, get_origin
 
 import click
 
+from trainer_kit import callbacks, loggers
+from trainer_kit.commands.arguments import Arguments
 from trainer_kit.commands.main import main
 from trainer_kit.core import lazy
+from trainer_kit.core.datamodule import DataModule
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.progress import Duration
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive
 
 PAGES = Path(__file__).with_name("reference")
@@ -169,8 +178,8 @@ def configuration() -> str:
         " default file with `trainer-kit config`. Keys are Accelerate's, so its files work unchanged; a key without a"
         " text here means what it means there. [The command line](../guide/command-line.md#configuration-files) says"
         " which file is read, and what counts before what.\n",
-        "The files of a script's own command line have the arguments of your classes and of the"
-        " [`Trainer`](trainer.md) as keys: [a command line for your script](../guide/cli.md).\n",
+        "The files of a script's own command line, of `tk.cli` and `LightningCLI`, have"
+        " [other keys](script-files.md).\n",
         "## Top level\n",
         "The keys from `ec2_instance_type` on describe"
         " [a job on SageMaker](../guide/command-line.md#a-job-on-sagemaker). `commands` and `command_file` are for"
@@ -182,7 +191,110 @@ def configuration() -> str:
     return "\n".join(parts)
 
 
-WRITTEN: Final = {"commands.md": commands, "configuration.md": configuration, "index.md": index}
+# What a value of a type is in a file; the members of a union are listed one after the other.
+_VALUES: Final = {
+    bool: "`true`, `false`",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "`null`",
+    Any: "text, a number, a list or a mapping",
+    Mapping: "a mapping",
+    Collection: "a list",
+    timedelta: "",  # as text
+    Callable: "",  # in code only
+    type: "",
+}
+
+
+def _values(kind: Any) -> list[str]:
+    if kind in _VALUES:
+        return [_VALUES[kind]] if _VALUES[kind] else []
+    origin, members = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return [f"`{word}`" for word in members]
+    if origin is None:
+        return [] if kind in (Duration, os.PathLike) else ["`class_path` and `init_args`"]
+    if isinstance(origin, type) and origin in _VALUES:
+        return _values(origin)
+    if isinstance(origin, type) and issubclass(origin, Collection):
+        return _values(Collection)
+    if origin is os.PathLike:
+        return []
+    words = dict.fromkeys(word for member in members for word in _values(member))
+    return [*(word for word in words if word != "`null`"), *(["`null`"] if "`null`" in words else [])]
+
+
+def script_keys() -> dict[str, tuple[Any, list[str]]]:
+    """Every key of a file for ``tk.cli``: the option of the parser, and the commands that have it."""
+    made = Arguments(TrainModule, DataModule, choose_model=True, choose_data=True, trainer_defaults={})
+    found: dict[str, tuple[Any, list[str]]] = {}
+    for command, parser in made._parsers.items():
+        for action in parser._actions:
+            # Those without a type are --help, --config and --print_config, which no file has, and `trainer`, a section.
+            if getattr(action, "_typehint", None) is not None and not action.dest.endswith(".help"):
+                found.setdefault(action.dest, (action, []))[1].append(command)
+    return found
+
+
+def script_files() -> str:
+    """Every key of a configuration file of a script."""
+    head = ["| key | value | default | |", "|---|---|---|---|"]
+    texts = {
+        "model": "Arguments of your module; with `subclass_mode_model=True` the class too.",
+        "data": "Arguments of your datamodule; with `subclass_mode_data=True` the class too.",
+        "optimizer": "The optimizer of all parameters, if the module has no `configure_optimizers`.",
+        "lr_scheduler": "The scheduler of that optimizer.",
+    }
+    rows: dict[bool, list[str]] = {True: [], False: []}
+    for key, (action, commands) in script_keys().items():
+        text = texts.get(key, action.help)
+        if len(commands) == 1:
+            text = f"{text}; for `{commands[0]}` only"
+        default = "" if action.default is None else f"`{json.dumps(action.default)}`"
+        values = ", ".join(_values(action._typehint)) if key not in ("model", "data") else "a mapping"
+        rows[key.startswith("trainer.")].append(
+            f"| `{key.removeprefix('trainer.')}` | {_cell(values)} | {default} | {_cell(text)} |"
+        )
+    names = {
+        room.__name__.rpartition(".")[2]: ", ".join(f"`{name}`" for name in room.__all__ if _is_chosen(room, name))
+        for room in (callbacks, loggers)
+    }
+    return "\n".join(
+        [
+            "# Keys of a script's files\n",
+            MARK + "\n",
+            "To set the arguments of a script in a YAML file, pass it to a script with `tk.cli` or `LightningCLI`:"
+            " `python train.py fit --config FILE`. Each key is an option too: `--trainer.max_epochs=3`."
+            " [A command line for your script](../guide/cli.md) shows both; the files of `trainer-kit launch` have"
+            " [other keys](configuration.md).\n",
+            "## Top level\n",
+            "\n".join([*head, *rows[False], ""]),
+            "Under `model` and `data` the keys are the arguments of your classes. A chosen class is a mapping:"
+            " `class_path` names it, `init_args` has its arguments. `LightningCLI` has the keys that"
+            " `add_arguments_to_parser` adds, too.\n",
+            "## `trainer`\n",
+            "The arguments of the [`Trainer`](trainer.md).\n",
+            "\n".join([*head, *rows[True], ""]),
+            "## Classes by their names\n",
+            f"As items of `trainer.callbacks` these need no module in `class_path`: {names['callbacks']}.\n",
+            f"As `trainer.logger`, with `trainer_kit.loggers.` before the name: {names['loggers']}.\n",
+        ]
+    )
+
+
+def _is_chosen(room: Any, name: str) -> bool:
+    """Whether a name of a package is a class to be made, not one to be extended."""
+    value = getattr(room, name)
+    return inspect.isclass(value) and not name.startswith("Base") and value not in (callbacks.Callback, loggers.Logger)
+
+
+WRITTEN: Final = {
+    "commands.md": commands,
+    "configuration.md": configuration,
+    "index.md": index,
+    "script-files.md": script_files,
+}
 
 if __name__ == "__main__":
     for name, render in WRITTEN.items():

@@ -188,7 +188,7 @@ class Trainer(Session):
         loss_weighting: bool = True,
         async_save: bool = True,
         reproducible_workers: bool = False,
-        hang_timeout: DurationLike | None = None,
+        hang_timeout: DurationLike | bool | None = None,
         activation_checkpointing: bool | Policy = False,
     ) -> None:
         self.arguments = plain_arguments(locals())

@@ -369,6 +369,20 @@ def test_wrong_arguments_of_compile_are_reported_before_anything_runs(options, s
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("value", "seconds"), [("false", float("inf")), ("90", 90.0), ("5min", 300.0)])
+def test_a_file_sets_every_form_of_the_hang_timeout(value, seconds, tmp_path):
+    """A value that the documentation names, as YAML reads it: `false` is no text."""
+
+    class Loaded(TinyModule):
+        def train_dataloader(self):
+            return [torch.ones(2, 32)]
+
+    (tmp_path / "run.yaml").write_text(
+        f"trainer: {{hang_timeout: {value}, barebones: true, max_epochs: 1, accelerator: cpu}}"
+    )
+    assert tk.cli(Loaded, args=["fit", f"--config={tmp_path}/run.yaml"]).trainer.hang_timeout == seconds
+
+
 MUTATE = r"""
 import contextlib, io, random, sys, time
 sys.argv = ["train.py"]

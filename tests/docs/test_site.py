@@ -138,6 +138,63 @@ def test_pages_of_tables_are_current(page: str) -> None:
     assert written == REFERENCE["WRITTEN"][page](), "the code changed: run `make docs`"
 
 
+def keys_of_tables(page: str) -> set[str]:
+    """What stands in the first column of a page's tables; keys of a section are listed under its heading."""
+    text = (DOCS / "reference" / page).read_text(encoding="utf-8")
+    return {name for cell in re.findall(r"^\| (`[^|]+`) \|", text, re.M) for name in re.findall("`([^`]+)`", cell)}
+
+
+def test_every_key_of_a_scripts_file_is_in_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """What `--print_config` prints is the whole file, with every key."""
+    calls = {
+        "tk.cli": lambda words: tk.cli(args=words),
+        "LightningCLI": lambda words: tk.LightningCLI(args=words),
+    }
+    listed = keys_of_tables("script-files.md")
+    for name, call in calls.items():
+        for command in ("fit", "validate", "test", "predict"):
+            with pytest.raises(SystemExit):
+                call([command, "--model=trainer_kit.testing.TinyModule", "--print_config"])
+            found = yaml.safe_load(capsys.readouterr().out)
+            keys = {*found, *found.pop("trainer")} - {"trainer"}
+            assert len(keys) > 50, name
+            assert keys <= listed, name
+
+
+def test_every_key_of_a_launch_file_is_in_its_table(tmp_path: Path) -> None:
+    """The files that Accelerate writes, and every spelling that the launcher reads."""
+    from click.testing import CliRunner
+
+    from trainer_kit.commands.main import main
+    from trainer_kit.launch.options import SECTIONS, TOP
+
+    listed = keys_of_tables("configuration.md")
+    for options in (TOP, *SECTIONS.values()):
+        for option in options.values():
+            assert {option.name, *option.aliases} <= listed
+    headings = set(re.findall(r"^## `(\w+)`$", (DOCS / "reference" / "configuration.md").read_text("utf-8"), re.M))
+    assert headings == set(SECTIONS)
+    file = tmp_path / "default.yaml"
+    done = CliRunner().invoke(main, ["config", "default", "--config_file", str(file)])
+    assert done.exit_code == 0, done.output
+    found = yaml.safe_load(file.read_text(encoding="utf-8"))
+    assert found
+    assert found.keys() <= listed | headings
+
+
+def test_every_described_argument_has_its_default_in_the_signature() -> None:
+    """The site takes defaults from signatures: an argument that arrives through ``**`` would look required."""
+    unseen = {}
+    for name, value in public().items():
+        if inspect.isclass(value) and "__init__" in vars(value):
+            parsed = docstring_parser.parse(inspect.getdoc(value) or "")
+            taken = inspect.signature(value).parameters
+            words = {word.arg_name.lstrip("*") for word in parsed.params if word.args[0] == "param"}
+            if words - taken.keys():
+                unseen[name] = words - taken.keys()
+    assert not unseen
+
+
 @pytest.mark.parametrize(
     ("script", "page"),
     [

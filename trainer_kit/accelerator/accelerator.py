@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from trainer_kit.accelerator.batch_size import release_memory
 from trainer_kit.accelerator.checkpoints import Checkpoints
 from trainer_kit.accelerator.composition import (
     chosen_sizes,
+    engine_arguments,
     made_accumulation,
     made_precision,
     named_dynamo,
@@ -40,10 +40,12 @@ from trainer_kit.accelerator.processes import AcceleratorProcesses, DistributedT
 from trainer_kit.accelerator.trackers import Trackers
 from trainer_kit.accelerator.wrapping import spans_devices, unwrap, with_exchange, without_exchange
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin
+from trainer_kit.compat.megatron import MegatronLMPlugin
 from trainer_kit.compat.options import (
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -52,10 +54,9 @@ from trainer_kit.compat.options import (
     ProjectConfiguration,
     TorchDynamoPlugin,
     by_kind,
-    check_arguments,
     micro_batches,
 )
-from trainer_kit.compat.parallelism import ParallelismConfig
+from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from trainer_kit.compat.refusals import refused
 from trainer_kit.core.configuration_sources import describe_origins
 from trainer_kit.core.display import Text
@@ -190,13 +191,18 @@ class Accelerator:
         seed: int | None = None,
         debug: bool | None = None,
         hang_timeout: Any = None,
-        **engines: Any,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        megatron_lm_plugin: MegatronLMPlugin | None = None,
+        parallelism_config: ParallelismConfig | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
+        deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
+        **unknown: Any,
     ) -> None:
-        check_arguments(locals())
+        engines = engine_arguments(locals())
         self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
-        known = inspect.signature(type(self)).parameters
-        options = {**plugins(engines, self.deepspeed_plugins, known), **by_kind(kwargs_handlers)}
+        options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
         plugin, steps = gradient_accumulation_plugin, gradient_accumulation_steps
         self.origins = named_options(options, cpu, mixed_precision, steps, plugin, debug)
         on_cpu, word, chosen_steps, debugging = (chosen.value for chosen in self.origins.values())
@@ -206,11 +212,6 @@ class Accelerator:
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
         self._project, self.rng_types = named_project(project_config, project_dir), rng_types
-        self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
-        self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
-        self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
-        self.ddp_handler: DistributedDataParallelKwargs | None = options.get(DistributedDataParallelKwargs)
-        self.init_handler: InitProcessGroupKwargs | None = options.get(InitProcessGroupKwargs)
         self.accumulation = made_accumulation(plugin, steps, chosen_steps, self.strategy, self.precision.name)
         self.processes = AcceleratorProcesses(self.environment, self.strategy, debugging)
         self.prepared = Prepared(
@@ -227,10 +228,15 @@ class Accelerator:
             data_seed=self.dataloader_config.data_seed if seed is None else seed,
             rng_types=rng_types,
         )
-        self._compose(named_trackers(log_with), hang_timeout)
+        self._compose(options, named_trackers(log_with), hang_timeout)
 
-    def _compose(self, log_with: list[Any], hang_timeout: Any) -> None:
+    def _compose(self, options: Mapping[type, Any], log_with: list[Any], hang_timeout: Any) -> None:
         """Create the parts that depend on other parts."""
+        self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
+        self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
+        self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
+        self.ddp_handler: DistributedDataParallelKwargs | None = options.get(DistributedDataParallelKwargs)
+        self.init_handler: InitProcessGroupKwargs | None = options.get(InitProcessGroupKwargs)
         project = self._project
         self.collectives = self.processes.collectives
         self.parallel_ranks = ParallelRanks(self.strategy)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ from trainer_kit.compat.options import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     TorchDynamoPlugin,
+    check_arguments,
     check_kind,
     micro_batches,
 )
@@ -49,6 +50,7 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = [
     "chosen_sizes",
     "chosen_strategy",
+    "engine_arguments",
     "made_accumulation",
     "made_precision",
     "named_dynamo",
@@ -76,24 +78,36 @@ _IF_INSTALLED: Final = ("wandb", "mlflow", "comet_ml", "clearml", "aim", "dvcliv
 _LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}
 
 
-def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any], known: Iterable[str] = ()) -> dict[type, Any]:
+def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Check an Accelerator's arguments, and return those for engines, by name.
+
+    Args:
+        given: all arguments; ``unknown`` has those that no Accelerator takes.
+
+    Raises:
+        ConfigurationError: a value has the wrong type.
+        TypeError: an argument is unknown.
+    """
+    check_arguments(given)
+    for name in given["unknown"]:
+        fix = did_you_mean(name, [known for known in given if known not in ("self", "unknown")])
+        raise TypeError(f"Accelerator got an unexpected argument {name!r}: {fix}")
+    return {name: given[name] for name in (*_PLUGINS, "deepspeed_plugins")}
+
+
+def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type, Any]:
     """Return the engine plugins by class: from an Accelerator's arguments, else from its launcher.
 
     Args:
         given: arguments by name.
         deepspeed: DeepSpeed plugins by name, with the launcher's; the first one is used.
-        known: the names of the other arguments, for error messages.
 
     Raises:
-        ConfigurationError: an option is given twice.
-        TypeError: an argument is unknown.
+        ConfigurationError: an option is given twice, or is none of its kind.
     """
     found: dict[type, Any] = {}
     given = {**given, "deepspeed_plugin": next(iter(deepspeed.values()), None), "deepspeed_plugins": None}
     for name, value in given.items():
-        if name not in _PLUGINS and name != "deepspeed_plugins":
-            fix = did_you_mean(name, [*_PLUGINS, *known])
-            raise TypeError(f"Accelerator got an unexpected argument {name!r}: {fix}")
         if value is not None:
             check_kind(name, value, _PLUGINS[name])
             found[_PLUGINS[name]] = value

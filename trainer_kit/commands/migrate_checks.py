@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any, Final, NamedTuple, final
 
 from trainer_kit.accelerator import Accelerator
-from trainer_kit.accelerator.composition import plugins
 from trainer_kit.commands.migrate_names import reason
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.arguments import known_arguments
@@ -64,22 +63,13 @@ def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterat
         return
     for name, (value, source) in given.items():
         try:
-            if name not in known and not (callee is Accelerator and _is_plugin(name)):
-                _refuse_argument(callee, name, source, list(known))
+            if name not in known:
+                _refuse_argument(callee, name, source, [each for each in known if each != "unknown"])
             elif callee is Trainer and isinstance(value, (str, int)):
                 _check_word(name, value)
         except TrainerKitError as error:
             problem, fix = reason(error)
             yield name, Answer("argument", f"{problem} ({name}={source})", fix)
-
-
-def _is_plugin(name: str) -> bool:
-    """Whether this is an Accelerator's argument for an engine's plugin."""
-    try:
-        plugins({name: None}, {})
-    except TypeError:
-        return False
-    return True
 
 
 def _refuse_argument(callee: Any, name: str, source: str, known: Sequence[str]) -> None:
