@@ -34,8 +34,14 @@ _CONTEXT: Final = {
 }
 
 
+if TYPE_CHECKING:
+    _AnyType = click.ParamType[Any]
+else:
+    _AnyType = click.ParamType  # generic from click 8.4 on
+
+
 @final
-class _Value(click.ParamType[Any]):
+class _Value(_AnyType):
     """A click type that reads an option's value as in a configuration file."""
 
     def __init__(self, option: Option) -> None:

@@ -224,14 +224,13 @@ class Compile(Transform):
             )
         for part in parts:
             if part._compiled_call_impl is None:
-                part._compiled_call_impl = torch.compile(_through(part), **self.options)
+                part._compiled_call_impl = partial(torch.compile(_block, **self.options), part)
 
 
-def _through(part: nn.Module) -> Callable[..., Any]:
-    """Wrap the call of a module in a function of this file: ``part.compile()`` skips code in torch's own files."""
+def _block(part: nn.Module, *arguments: Any, **options: Any) -> Any:
+    """Call a module in a function of this file: ``part.compile()`` skips code in torch's own files.
+
+    The module is an argument: torch 2.9 would compile a function that holds it once for each module.
+    """
     call: Callable[..., Any] = part._call_impl
-
-    def block(*arguments: Any, **options: Any) -> Any:
-        return call(*arguments, **options)
-
-    return block
+    return call(*arguments, **options)
