@@ -445,7 +445,7 @@ class Trainer(Session):
         Every run happens in processes that fork from this one, so module, loaders and this Trainer stay as they are.
         Samples, losses, gradients, weights and logged values are compared within the rounding error that the dtype
         causes on this module; a second run, a resumed run and a run with validation are compared in bits. Callbacks
-        are left out, but for gradient accumulation.
+        are left out, but for gradient accumulation. [Verify a configuration](../howto/verify.md) explains the result.
 
         Args:
             model: the module.

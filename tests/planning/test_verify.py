@@ -41,6 +41,7 @@ def test_sharded_weights_in_low_precision_pass():
 def test_an_eps_changed_in_one_layer():
     first = verify(verified.Classifier(), strategy=verified.OtherEps()).first
     assert (first.kind, first.step, first.where) == ("forward", 0, "net.1")
+    assert "0.01) in the run, aten::native_layer_norm" in first.text
 
 
 def test_gradients_that_are_not_exchanged():

@@ -17,6 +17,7 @@ from trainer_kit.commands.report import report
 from trainer_kit.commands.to_fsdp2 import to_fsdp2
 from trainer_kit.commands.tpu_config import tpu_config
 from trainer_kit.commands.trial import trial
+from trainer_kit.commands.verify import verify
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
 __all__ = ["main"]
@@ -55,5 +56,6 @@ for _command in (
     to_fsdp2,
     tpu_config,
     trial,
+    verify,
 ):
     main.add_command(_command)

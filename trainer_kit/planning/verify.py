@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.planning.verify_compare import Finding, Judge, Point, same_bits
 from trainer_kit.planning.verify_data import order, samples
+from trainer_kit.planning.verify_operations import first_other
 from trainer_kit.planning.verify_recorder import Record
 from trainer_kit.planning.verify_reference import Division
 from trainer_kit.planning.verify_runs import Runs
@@ -85,7 +87,10 @@ class Verification:
             "ok": self.ok,
             "checks": [vars(check) for check in self.checks],
             "findings": [vars(finding) for finding in self.findings],
-            "curve": [vars(point) for point in self.curve],
+            "curve": [
+                {"step": point.step, "difference": _finite(point.difference), "allowed": _finite(point.allowed)}
+                for point in self.curve
+            ],
         }
 
     def __str__(self) -> str:
@@ -94,6 +99,10 @@ class Verification:
         lines = [f"{check.status:12}{check.name:{width}}  {check.text}" for check in self.checks]
         end = "all equal, as far as checked" if self.ok else f"first difference: {self.first}"
         return "\n".join([head, *lines, end])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def verify(
@@ -140,9 +149,8 @@ class _Verifier:
         """Add a check; returns whether nothing differs."""
         if found is not None:
             self.result.findings.append(found)
-        self.result.checks.append(
-            Check(name, "ok" if found is None else "differs", text if found is None else str(found))
-        )
+        at = "" if found is None else f"step {found.step}" + (f", {found.where}" if found.where else "")
+        self.result.checks.append(Check(name, "ok" if found is None else "differs", at or text))
         return found is None
 
     def skip(self, name: str, why: str) -> None:
@@ -167,7 +175,9 @@ class _Verifier:
         if right and parallel:
             self.skip("training", "random layers draw otherwise where ranks share a sample: set dropout to 0 for this")
         elif right:
-            self.training(judge, chosen, division, name)
+            self.training(judge, chosen, division)
+        if right:
+            self.world(chosen, division, exact, single)
         self.bits(validates)
 
     def loop(self, division: Division, exact: Record, single: Record) -> None:
@@ -189,11 +199,11 @@ class _Verifier:
             name, found, "one device, float32: equal to the plain loop " + ("in bits" if equal else "but for rounding")
         )
 
-    def training(self, judge: Judge, chosen: list[Record], division: Division, precision: str) -> None:
+    def training(self, judge: Judge, chosen: list[Record], division: Division) -> None:
         """Compare the chosen configuration with the plain loop."""
         found = self._first(judge, chosen)
         if found is not None and found.kind not in ("tied", "buffers", "logged"):
-            found = self._locate(judge, division, found, precision)
+            found = self._locate(judge, division, found)
         text = f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
         self.note("training", found, text)
 
@@ -213,20 +223,58 @@ class _Verifier:
                 return (tied or found)[0]
         return None
 
-    def _locate(self, judge: Judge, division: Division, found: Finding, precision: str) -> Finding:
+    def _locate(self, judge: Judge, division: Division, found: Finding) -> Finding:
         """Run again with hooks on every module at the step of a difference, and name the first module that differs."""
         watched = frozenset({found.step})
         run = self.runs.chosen(reseeds=_RESEEDS, watched=watched)
         exact = self.runs.plain(make_precision("64-true"), division, watched)
-        rounded = self.runs.plain(
-            make_precision("32-true") if precision == "32-true" else self.trainer.precision_plugin, division, watched
-        )
+        rounded = self.runs.plain(self.trainer.precision_plugin, division, watched)
         module = Judge(exact, rounded, judge.eps).modules(run, found.step)
         explained = module is not None and module.kind == "backward" and found.hint
         if module is None or explained:  # a wrong factor, or exchange, shows in every gradient of an output
             return found
+        text = module.text
+        if module.kind == "forward":
+            mine = self.runs.chosen(reseeds=_RESEEDS, watched=watched, traced=module.where)
+            other = self.runs.plain(self.trainer.precision_plugin, division, watched, module.where)
+            operation = first_other(_operations(mine[0], found.step), _operations(other, found.step))
+            text += f"; {operation}" if operation else ""
         hint = f"then {found.kind}: {found.text}" + (f"; {found.hint}" if found.hint else "")
-        return Finding(kind=module.kind, step=found.step, where=module.where, text=module.text, hint=hint)
+        return Finding(kind=module.kind, step=found.step, where=module.where, text=text, hint=hint)
+
+    def world(self, chosen: list[Record], division: Division, exact: Record, single: Record) -> None:
+        """Compare with one process, which has the batches of all ranks as one.
+
+        In float32: a kernel may sum a larger batch in another order, which low precision would show.
+        """
+        name = "other world"
+        read = [micro.ids for record in chosen for at, micro in record.micros.items() if at[0] == 0]
+        why = (
+            "the run has one process itself"
+            if len(chosen) == 1
+            else "random layers draw for each rank"
+            if exact.draws
+            else "a window of these steps is incomplete, or an epoch ends in them"
+            if not exact.even
+            else "the size of a batch is not known"
+            if any(ids is None for ids in read) or not self.trainer.settings.shard
+            else None
+        )
+        if why is not None:
+            self.skip(name, why)
+            return
+        samples = sum(len(ids) for ids in read if ids is not None) * division.places // len(chosen)
+        judge = Judge(exact, single, _eps("32-true"))
+        alone = self.runs.chosen(reseeds=_RESEEDS, alone=samples, precision=make_precision("32-true"))
+        steps = range(self.result.steps)
+        kinds: list[Callable[[list[Record], int], Finding | None]] = [judge.gradients, judge.weights]
+        found = next((each for step in steps for kind in kinds if (each := kind(alone, step)) is not None), None)
+        if found is not None:
+            hint = "what a sample contributes depends on the others in its batch, as with BatchNorm"
+            found = Finding(
+                kind="layout", step=found.step, where=found.where, text=f"in one process {found.text}", hint=hint
+            )
+        self.note(name, found, f"one process, float32, {samples} samples a step: the same weights")
 
     def bits(self, validates: bool) -> None:
         """Compare runs that must agree in every bit: twice the same, resumed, with validation."""
@@ -274,6 +322,11 @@ class _Verifier:
             "validation": "validation changes state that training uses",
         }
         return Finding(kind=kind, step=step, where=where, text=f"{texts[kind]}{what}", hint=hints[kind])
+
+
+def _operations(record: Record, step: int) -> list[str]:
+    """The operations of the traced module in the first micro-batch of a step."""
+    return record.micros[step, 0].operations if (step, 0) in record.micros else []
 
 
 def _eps(precision: str) -> float:

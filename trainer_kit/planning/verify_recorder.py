@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.hooks import Callback
 from trainer_kit.data.order import derive_seed
+from trainer_kit.planning.verify_operations import trace
 from trainer_kit.training.session import Session
 
 __all__ = [
@@ -58,6 +59,8 @@ class Micro:
     """The dataset's indices; None where the loader does not draw them."""
     loss: dict[str, Tensor] = field(default_factory=dict)
     watched: Watched | None = None
+    operations: list[str] = field(default_factory=list)
+    """Of the traced module."""
 
 
 @final
@@ -138,16 +141,18 @@ def tied_names(module: nn.Module) -> list[tuple[str, ...]]:
     return [tuple(names) for names in groups.values() if len(names) > 1]
 
 
-def watch(module: nn.Module, sink: Callable[[], Watched | None]) -> Iterator[Any]:
+def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") -> Iterator[Any]:
     """Register hooks that record outputs and their gradients; yields the handles.
 
     Args:
         module: its submodules are watched; the module itself is not called.
-        sink: where to record now; None: nowhere.
+        now: the micro-batch that runs.
+        traced: the name of a module whose operations are recorded.
     """
 
     def forward(name: str, counts: Counter[str], part: nn.Module, inputs: Any, output: Any) -> None:
-        watched = sink()
+        micro = now()
+        watched = None if micro is None else micro.watched
         if watched is None or torch._C._current_graph_task_id() != -1:  # in backward, a checkpoint computes again
             return
         if not watched.outputs:
@@ -164,10 +169,16 @@ def watch(module: nn.Module, sink: Callable[[], Watched | None]) -> Iterator[Any
     def backward(watched: Watched, key: _Key, gradient: Tensor) -> None:
         watched.flows[key] = whole(gradient)
 
+    def lines() -> list[str] | None:
+        micro = now()
+        return None if micro is None or micro.watched is None else micro.operations
+
     counts: Counter[str] = Counter()
     for name, part in module.named_modules():
         if name:
             yield part.register_forward_hook(partial(forward, canonical(name), counts))
+        if traced and canonical(name) == traced:
+            yield from trace(part, lines)
 
 
 @final
@@ -177,6 +188,7 @@ class Recorder(Callback):
     Args:
         reseeds: the seed of every micro-batch's random numbers; None: the run draws as it does without this callback.
         watched: the steps whose module outputs are recorded.
+        traced: the name of a module whose operations are recorded at those steps; empty: none.
         saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
     """
 
@@ -187,10 +199,11 @@ class Recorder(Callback):
         *,
         reseeds: int | None = None,
         watched: frozenset[int] = frozenset(),
+        traced: str = "",
         saves: tuple[int, str] | None = None,
     ) -> None:
         self.record = Record()
-        self.reseeds, self.watched, self.saves = reseeds, watched, saves
+        self.reseeds, self.watched, self.traced, self.saves = reseeds, watched, traced, saves
         self._at = (-1, -1)
         self._now: Micro | None = None
         self._names: dict[int, str] = {}
@@ -208,7 +221,7 @@ class Recorder(Callback):
         self._feed.record_indices()
         self._names = names_of(module)
         if self.watched:
-            self._handles = list(watch(module, lambda: None if self._now is None else self._now.watched))
+            self._handles = list(watch(module, lambda: self._now, self.traced))
 
     def on_train_batch_start(self, trainer: Session, module: Any, batch: Any, batch_idx: int) -> None:
         """Record the batch."""

@@ -127,6 +127,7 @@ class _Plain:
         steps: int,
         division: Division,
         watched: frozenset[int],
+        traced: str,
     ) -> None:
         self.module, self.settings, self.division, self.watched = module, trainer.settings, division, watched
         self.loop = _Loop(trainer, steps)
@@ -143,7 +144,7 @@ class _Plain:
         self.window = 1
         self.own_weight = is_overridden("loss_weight", module, TrainModule)
         if watched:
-            list(watch(module, lambda: None if self.now is None else self.now.watched))
+            list(watch(module, lambda: self.now, traced))
 
     def hook(self, name: str, *arguments: Any) -> None:
         """Call a hook of the module, where it has one."""
@@ -319,6 +320,7 @@ def plain_loop(
     steps: int,
     division: Division,
     watched: frozenset[int] = frozenset(),
+    traced: str = "",
 ) -> Record:
     """Train a module with a plain loop, and record each step.
 
@@ -333,12 +335,13 @@ def plain_loop(
         steps: optimizer steps.
         division: of the data.
         watched: steps whose module outputs are recorded.
+        traced: the name of a module whose operations are recorded at these steps.
 
     Raises:
         ConfigurationError: the module has a loop of its own.
     """
     window = trainer.accumulation
-    plain = _Plain(trainer, module, datamodule, precision, steps, division, watched)
+    plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
     feeds, limit = feeds_of(trainer, loaders, division)
     return plain.run(feeds, limit, window)
 

@@ -86,6 +86,7 @@ class Runs:
         *,
         reseeds: int | None = None,
         watched: frozenset[int] = frozenset(),
+        traced: str = "",
         saves: tuple[int, str] | None = None,
         resumes: str | None = None,
         validates: bool = False,
@@ -98,6 +99,7 @@ class Runs:
         Args:
             reseeds: the seed of the random numbers of each micro-batch; None: the run's own.
             watched: steps whose module outputs are recorded.
+            traced: the name of a module whose operations are recorded at these steps.
             saves: the step after which a checkpoint is saved, and its path.
             resumes: the checkpoint to resume from.
             validates: after each step.
@@ -108,7 +110,7 @@ class Runs:
         directory = self._next()
 
         def rank(rank: int) -> None:
-            recorder = Recorder(reseeds=reseeds, watched=watched, saves=saves)
+            recorder = Recorder(reseeds=reseeds, watched=watched, traced=traced, saves=saves)
             trainer = self._trial(validates, reseeds is not None, alone, bool(alone or shares), compiled=not watched)
             counting: list[Any] = [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
             loaders = self.loaders
@@ -181,7 +183,9 @@ class Runs:
         vars(trainer)["say"] = lambda line: None
         return trainer
 
-    def plain(self, precision: Precision, division: Division, watched: frozenset[int] = frozenset()) -> Record:
+    def plain(
+        self, precision: Precision, division: Division, watched: frozenset[int] = frozenset(), traced: str = ""
+    ) -> Record:
         """The plain loop."""
         directory = self._next()
 
@@ -204,6 +208,7 @@ class Runs:
                 steps=self.steps,
                 division=division,
                 watched=watched,
+                traced=traced,
             )
             torch.save(record, directory / "0")
 

@@ -1,0 +1,88 @@
+"""``trainer-kit verify``: a script's training in a configuration, against a plain loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tests.report.pages import data_of
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import sys
+import torch
+import trainer_kit as tk
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+class Classifier(tk.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(8, 4)
+
+    def training_step(self, batch, batch_idx):
+        loss = F.cross_entropy(self.net(batch[0]), batch[1])
+        if "wrong" in sys.argv and torch.distributed.is_initialized():
+            loss = loss / 2
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+if __name__ == "__main__":
+    print("hello")
+    tk.seed_everything(1)
+    data = TensorDataset(torch.randn(32, 8), torch.randint(4, (32,)))
+    trainer = tk.Trainer(max_epochs=100, accelerator="cpu", accumulate_grad_batches=2)
+    trainer.fit(Classifier(), DataLoader(data, batch_size=4, shuffle=True))
+    print("trained")
+"""
+
+
+@pytest.fixture
+def verify(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+
+    def call(*arguments):
+        command = [sys.executable, "-m", "trainer_kit", "verify", "train.py", *map(str, arguments)]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+
+    return call
+
+
+def test_a_right_configuration(verify, tmp_path):
+    page = tmp_path / "page.html"
+    ran = verify("--strategy", "ddp", "--devices", 2, "--steps", 2, "--json", "--html", page)
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert found["ok"]
+    assert found["findings"] == []
+    assert found["configuration"] == "strategy ddp, precision 32-true, 2 processes"
+    assert len(found["curve"]) == 2
+    assert "trained" not in ran.stderr
+    series = {series["name"]: series["last"] for series in data_of(page)["runs"][0]["series"]}
+    assert series["difference_of_weights"] <= series["allowed_by_rounding"]
+
+
+def test_a_wrong_one(verify):
+    ran = verify("--strategy", "ddp", "--devices", 2, "--steps", 2, "--", "wrong")
+    assert ran.returncode == 1, ran.stderr
+    last = ran.stdout.splitlines()[-1]
+    assert last.startswith("first difference: step 0: loss is ")
+    assert "every loss is 0.5 times the reference: averaged over the 2 ranks once more" in last
+
+
+def test_what_could_not_be_checked(verify, tmp_path):
+    ran = verify("--strategy", "ddp", "--devices", 2, "--local")
+    assert (ran.returncode, "could not check" in ran.stderr, "--local with 2 ranks" in ran.stderr) == (2, True, True)
+    ran = verify("--strategy", "nonsense", "--devices", 2)
+    assert (ran.returncode, "could not check" in ran.stderr) == (2, True)
+    (tmp_path / "train.py").write_text("raise ValueError('broken')\n", encoding="utf-8")
+    ran = verify()
+    assert (ran.returncode, "broken" in ran.stderr) == (2, True)

@@ -1,0 +1,88 @@
+"""``trainer-kit verify``: compare a script's training in a configuration with a plain loop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from trainer_kit.commands.terminal import FilePath
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError
+
+__all__ = ["verify"]
+
+
+@click.command("verify")
+@click.argument("script", type=FilePath(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--strategy", help="A word of Trainer(strategy=); by default the script's.")
+@click.option("--precision", help="A word of Trainer(precision=); by default the script's.")
+@click.option("--devices", type=click.IntRange(min=1), help="Ranks on this machine; by default the script's.")
+@click.option("--accelerator", help="A word of Trainer(accelerator=); by default the script's.")
+@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Optimizer steps of each run.")
+@click.option("--local", is_flag=True, help="All ranks in one process; refused for more than one rank.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", type=FilePath(dir_okay=False, path_type=Path), help="Write a page with the difference by step.")
+def verify(
+    script: str,
+    arguments: tuple[str, ...],
+    strategy: str | None,
+    precision: str | None,
+    devices: int | None,
+    accelerator: str | None,
+    steps: int,
+    local: bool,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Compare the training of SCRIPT in a configuration with a plain PyTorch loop, and name what differs.
+
+    The script runs unchanged up to its first Trainer.fit; put its own ARGUMENTS after --. Exits with 0 where nothing
+    differs, with 1 where something does, and with 2 where it could not be checked.
+    """
+    from trainer_kit.planning.script import captured_fit
+    from trainer_kit.planning.verify_page import write_page
+    from trainer_kit.trainer import Trainer
+
+    chosen: dict[str, Any] = {
+        "strategy": strategy,
+        "precision": precision,
+        "devices": devices,
+        "accelerator": accelerator,
+    }
+    given = {name: value for name, value in chosen.items() if value is not None}
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the answer
+            fit = captured_fit(script, arguments, trainer_class=Trainer)
+            off = {"logger": False, "num_nodes": 1, "resume": None}
+            trainer = Trainer(**{**fit.arguments, **given, **off})
+            _refuse_local(local, trainer.processes)
+            found = trainer.verify(fit.module, fit.train_dataloaders, fit.val_dataloaders, fit.datamodule, steps=steps)
+        if html is not None:
+            write_page(html, found)
+    except TrainerKitError as error:
+        _end(str(error))
+    except Exception as error:  # of the script's own code, in any of the runs
+        _end(f"{type(error).__name__}: {error}")
+    click.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else str(found))
+    if html is not None and not as_json:
+        click.echo(html)
+    sys.exit(found.exit_code)
+
+
+def _refuse_local(local: bool, ranks: int) -> None:
+    if local and ranks > 1:
+        raise ConfigurationError(
+            "ranks that are threads of one process share its random numbers and environment variables",
+            found=f"--local with {ranks} ranks: torch's threaded process group cannot repeat what processes do",
+            fix="leave out --local: ranks are processes of this machine, and need no GPU",
+        )
+
+
+def _end(why: str) -> NoReturn:
+    click.echo(f"could not check: {why}", err=True)
+    sys.exit(2)

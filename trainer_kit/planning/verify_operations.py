@@ -1,0 +1,57 @@
+"""The operations inside one module, by torch's `DebugMode`: a private API, so without it nothing is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+__all__ = ["first_other", "trace"]
+
+
+def trace(part: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
+    """Register hooks that record the operations of a module's forward, each as a line; returns the handles.
+
+    Args:
+        part: the module.
+        sink: the lines of the present micro-batch; None: they are not recorded.
+    """
+    try:
+        from torch.utils._debug_mode import DebugMode
+    except ImportError:  # another torch
+        return []
+    running: list[Any] = []
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        if sink() is not None:
+            mode = DebugMode(record_torchfunction=False, record_profiler_context=False)
+            mode.__enter__()  # type: ignore[no-untyped-call]
+            running.append(mode)
+
+    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+        if not running:
+            return
+        mode = running.pop()
+        mode.__exit__(None, None, None)
+        lines = sink()
+        if lines is not None:
+            lines += [line.partition("  ->")[0].strip() for line in mode.debug_string().splitlines()]
+
+    return [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
+
+
+def first_other(run: Sequence[str], plain: Sequence[str]) -> str:
+    """Describe the first operation that differs; empty where none does, or nothing was recorded.
+
+    Example:
+        >>> first_other(["aten::add(t, 1)", "aten::mul(t, 3)"], ["aten::add(t, 1)", "aten::mul(t, 2)"])
+        'aten::mul(t, 3) in the run, aten::mul(t, 2) in the plain loop'
+    """
+    if not run or not plain:
+        return ""
+    for mine, other in zip_longest(run, plain, fillvalue="nothing"):
+        if mine != other:
+            return f"{mine} in the run, {other} in the plain loop"
+    return ""
