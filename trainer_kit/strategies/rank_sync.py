@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import StrategyError
@@ -26,7 +27,7 @@ def built_once(group: Group) -> Iterator[None]:
     with torch.device("cpu" if group.rank == 0 else "meta"):
         yield
     began, ended = group.broadcast((before, torch.get_rng_state()))
-    if torch.equal(before, began):  # the others drew nothing: their next numbers would differ
+    if began is before or torch.equal(before, began):  # the others drew nothing: their next numbers would differ
         torch.set_rng_state(ended)
 
 
@@ -99,6 +100,9 @@ class InitialWeights:
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
+        if self._group.group is not None and dist.get_backend(self._group.group) == "fake":  # weights have no values
+            self._whole = {}
+            return
         held = dict(_tensors(module))
         with torch.no_grad():
             for name, (shape, dtype) in shapes.items():
@@ -165,6 +169,8 @@ def _kept_tied(module: nn.Module) -> Iterator[None]:
 def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:
     """Give every rank of a group the generator states of its first rank. Equal states cost one exchanged number."""
     for group in groups:
+        if group.group is not None and dist.get_backend(group.group) == "fake":  # its ranks are all this one
+            continue
         state = rng_state(device)
         if len({row[0] for row in group.agree([digest(state)])}) > 1:
             restore_rng(group.broadcast(state), device)

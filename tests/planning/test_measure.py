@@ -1,0 +1,371 @@
+"""The measured memory of a step against the CPU allocator in a real fit; what is counted, and what stays as it was."""
+
+import copy
+import resource
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import trainer_kit as tk
+from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made
+from trainer_kit.core.errors import ConfigurationError, StrategyError, TrainerKitError
+from trainer_kit.planning.measure import measure
+from trainer_kit.planning.records import CATEGORIES, Candidate
+from trainer_kit.testing import TinyModule
+
+
+def candidate(strategy="single_device", world=1, samples=8, precision="32-true", **options):
+    return Candidate(strategy=strategy, precision=precision, world=world, micro_batch=samples, **options)
+
+
+def on_cpu(module, batch, tried, **options):
+    return measure(module, batch, tried, accelerator="cpu", **options)
+
+
+def close(name, tried, within=0.05, **options):
+    found, traced = compared(name, tried, **options)
+    assert found.exact
+    assert sum(found.memory[0].values()) == found.peak
+    assert abs(found.peak / traced - 1) < within, (name, tried, dict(found.memory[0]), traced)
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "encoder", "gpt"])
+def test_one_device(name, again):
+    close(name, candidate(activation_checkpointing=again), within=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp2"])
+def test_two_ranks(strategy):
+    close("gpt", candidate(strategy, 2), within=0.01)
+
+
+_MATRIX = [
+    *[("single_device", 1, name) for name in ("cnn", "llama")],
+    *[("ddp", 2, name) for name in ("mlp", "cnn", "encoder", "llama")],
+    *[("fsdp", world, name) for world in (2, 4) for name in ("cnn", "encoder", "gpt", "llama")],
+    *[("tp2", 2, name) for name in ("mlp", "gpt", "llama")],
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize(("strategy", "world", "name"), _MATRIX)
+def test_every_pair(strategy, world, name, again):
+    close(name, candidate(strategy, world, activation_checkpointing=again))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_precisions(strategy, world, precision):
+    close("gpt", candidate(strategy, world, precision=precision))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
+def test_accumulation_and_clipping(strategy, world):
+    close("gpt", candidate(strategy, world, accumulate=3))
+    close("gpt", candidate(strategy, world), gradient_clip_val=1.0)
+
+
+def test_categories_add_up():
+    module, batch = made("mlp", 2)
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    found = on_cpu(module, batch, candidate())
+    assert tuple(found.memory[0]) == CATEGORIES
+    assert found.memory[0]["parameters"] == found.memory[0]["gradients"] == size
+    assert 2 * size <= found.memory[0]["optimizer"] < 2.01 * size
+    assert found.memory[0]["gathered"] == 0
+    sharded = on_cpu(module, batch, candidate("fsdp", 4))
+    assert sharded.memory[0]["parameters"] == size // 4
+    assert sharded.memory[0]["gathered"] > 0
+
+
+def test_a_larger_batch_needs_more_activations():
+    module, batch = made("encoder", 2)
+    small, large = (on_cpu(module, batch, candidate(samples=samples)).memory[0] for samples in (4, 8))
+    assert small["parameters"] == large["parameters"]
+    assert 1.9 < large["activations"] / small["activations"] < 2.1
+
+
+def test_recomputed_activations_need_less():
+    module, batch = made("encoder", 2)
+    kept, again = (on_cpu(module, batch, candidate(activation_checkpointing=flag)) for flag in (False, True))
+    assert again.peak < kept.peak
+    assert again.flops > kept.flops
+
+
+def test_precision_words():
+    module, batch = made("mlp", 2)
+    full, mixed, half = (
+        on_cpu(module, batch, candidate(precision=word)).memory[0] for word in ("32-true", "bf16-mixed", "bf16-true")
+    )
+    assert full["parameters"] == mixed["parameters"] == 2 * half["parameters"]
+    assert mixed["gradients"] == 2 * half["gradients"]
+
+
+class Chosen(TinyModule):
+    def __init__(self, optimizer, **options):
+        super().__init__()
+        self.optimizer, self.options = optimizer, options
+
+    def configure_optimizers(self):
+        return self.optimizer(self.parameters(), lr=0.1, **self.options)
+
+
+def test_optimizers():
+    size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
+
+    def state(optimizer, **options):
+        return on_cpu(Chosen(optimizer, **options), torch.zeros(2, 32), candidate()).memory[0]["optimizer"]
+
+    assert state(torch.optim.SGD) == 0
+    assert state(torch.optim.SGD, momentum=0.9) == size
+    assert state(torch.optim.AdamW, fused=True) // size == 2
+    assert state(torch.optim.AdamW, amsgrad=True) // size == 3
+
+
+def test_all_tensors_are_stepped_together_on_an_accelerator():
+    module, batch = made("mlp", 2)
+    together, apart = (measure(module, batch, candidate(samples=1), accelerator=word) for word in ("cuda", "cpu"))
+    assert together.peak > apart.peak + 0.7 * apart.memory[0]["parameters"]
+    assert any("cuda" in note for note in together.notes)
+
+
+@pytest.mark.slow
+def test_all_tensors_are_stepped_together_like_a_real_foreach():
+    close("foreach", candidate(samples=1), within=0.01)
+
+
+class TwoOptimizers(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return {"first": loss, "second": loss * 2}
+
+    def configure_optimizers(self):
+        first, *others = self.parameters()
+        return {"first": torch.optim.SGD([first], lr=0.1), "second": torch.optim.Adam(others)}
+
+
+def test_two_optimizers():
+    found = on_cpu(TwoOptimizers(), torch.zeros(2, 32), candidate())
+    assert found.exact
+    _, *others = TwoOptimizers().parameters()
+    assert found.memory[0]["optimizer"] >= 8 * sum(parameter.numel() for parameter in others)
+
+
+def test_offload_holds_state_in_host_memory():
+    module, batch = made("mlp", 2)
+    kept, away = (on_cpu(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True))
+    assert kept.host == 0
+    assert away.memory[0]["optimizer"] == away.memory[0]["parameters"] == 0
+    assert away.host >= kept.memory[0]["optimizer"] + kept.memory[0]["parameters"]
+    assert away.peak < kept.peak
+
+
+# -- large models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_four_billion_parameters_on_256_ranks():
+    with torch.device("meta"):
+        module = LanguageModel(GPT(width=4096, depth=20, vocabulary=40_000, heads=32, tied=False))
+    count = sum(parameter.numel() for parameter in module.parameters())
+    assert count > 4.3e9
+    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    tried = candidate("fsdp", 256, samples=1, precision="bf16-mixed", activation_checkpointing=True)
+    found = on_cpu(module, torch.zeros(2, 1024, dtype=torch.long), tried)
+    assert time.process_time() - began < 60  # seconds of the processor, with which a busy machine does not interfere
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB; the weights are 17 GB
+    assert found.exact
+    assert abs(found.memory[0]["parameters"] / (4 * count / 256) - 1) < 0.01
+    gathered = next(one for one in found.traffic if one.kind == "all_gather")
+    assert gathered.axis == "data"
+    assert gathered.bytes >= 2 * 4 * count * 0.9
+
+
+class BuiltLate(Measured):
+    def __init__(self):
+        tk.TrainModule.__init__(self)
+        self.net = None
+
+    def configure_model(self):
+        self.net = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256))
+
+
+def test_layers_built_in_configure_model():
+    module = BuiltLate()
+    found = on_cpu(module, torch.zeros(2, 256), candidate("fsdp", 2))
+    assert module.net is None
+    assert found.memory[0]["parameters"] == 4 * (256 * 512 * 2 + 512 + 256) // 2
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+
+def traffic(found):
+    return {(one.kind, one.axis): (one.count, one.bytes) for one in found.traffic}
+
+
+def test_collectives_of_data_parallel():
+    module, batch = made("mlp", 2)
+    size = 4 * sum(parameter.numel() for parameter in module.parameters())
+    replicated = traffic(on_cpu(module, batch, candidate("ddp", 2)))
+    assert replicated[("all_reduce", "data")][1] == size
+    sharded = traffic(on_cpu(module, batch, candidate("fsdp", 2)))
+    assert sharded[("all_gather", "data")][1] == 2 * size
+    assert sharded[("reduce_scatter", "data")] == (4, size)
+    alone = on_cpu(module, batch, candidate())
+    assert alone.traffic == ()
+
+
+def test_buffers_are_broadcast():
+    module, batch = made("cnn", 2)
+    found = traffic(on_cpu(module, batch, candidate("ddp", 2)))
+    assert found[("broadcast", "data")][1] == sum(b.numel() * b.element_size() for b in module.buffers())
+
+
+# -- floating-point operations ---------------------------------------------------------------------------------------
+
+
+class OneLinear(Measured):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 32, bias=False)))
+
+
+def test_operations_of_linear_layers():
+    found = on_cpu(OneLinear(), torch.zeros(2, 64), candidate(samples=10))
+    forward = 2 * 10 * (64 * 128 + 128 * 32)
+    backward = forward + 2 * 10 * 128 * 32  # gradients of weights, and of the input of the second layer
+    assert found.flops == forward + backward
+    assert on_cpu(OneLinear(), torch.zeros(2, 64), candidate(samples=10, accumulate=3)).flops == 3 * found.flops
+
+
+def test_operations_of_attention_are_divided_by_tensor_parallel():
+    module, batch = made("gpt", 2)
+    whole, part = on_cpu(module, batch, candidate()), on_cpu(module, batch, candidate("tp2", 2))
+    samples, length, width, depth, vocabulary = 8, 128, 256, 4, 1024
+    tokens = samples * length
+    linear = 2 * tokens * width * width * 12 * depth
+    attention = 2 * 2 * samples * length * length * width * depth
+    head = 2 * tokens * width * vocabulary
+    # Backward of attention computes its scores again: 5 products after 2.
+    assert whole.flops == 3 * (linear + head) + attention + attention * 5 // 2
+    assert part.flops == whole.flops - (3 * linear + attention + attention * 5 // 2) // 2
+
+
+# -- what cannot be run ----------------------------------------------------------------------------------------------
+
+
+class ReadsValues(TinyModule):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.item() < 100 else loss * 2
+
+
+def test_a_step_that_reads_values_is_calculated():
+    size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
+    found = on_cpu(ReadsValues(), torch.zeros(2, 32), candidate("ddp", 2))
+    assert not found.exact
+    assert found.memory[0]["parameters"] == found.memory[0]["gradients"] == size
+    assert found.memory[0]["activations"] == found.flops == 0
+    assert "only weights, gradients and optimizer state" in found.notes[0]
+    assert "DataDependent" in found.notes[0]
+
+
+def test_engines_without_a_fake_path_are_calculated():
+    found = on_cpu(TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed"))
+    size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
+    assert not found.exact
+    assert 0 < found.memory[0]["parameters"] <= size
+    assert "deepspeed" in found.notes[0]
+    away = on_cpu(
+        TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed", offload=True)
+    )
+    assert away.host > 0
+    assert away.memory[0]["optimizer"] == 0
+
+
+@pytest.mark.parametrize(
+    ("tried", "says"),
+    [
+        (candidate("tp3", 4), "places"),
+        (candidate("nothing", 2), "nothing"),
+        (candidate("ddp", 2, offload=True), "host memory"),
+        (candidate(precision="12-true"), "12-true"),
+    ],
+)
+def test_candidates_that_cannot_be_built(tried, says):
+    with pytest.raises(TrainerKitError, match=says):
+        on_cpu(TinyModule(), torch.zeros(2, 32), tried)
+
+
+def test_no_block_to_recompute():
+    with pytest.raises(ConfigurationError, match="matches no block"):
+        on_cpu(Chosen(torch.optim.SGD), torch.zeros(2, 32), candidate(activation_checkpointing=True))
+
+
+# -- nothing is left behind ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 4), ("tp2", 2)])
+def test_nothing_changes(strategy, world):
+    module, batch = made("gpt", 2)
+    module.net.blocks[0].requires_grad_(False)
+    module.eval()
+    before = copy.deepcopy(module.state_dict())
+    flags = [parameter.requires_grad for parameter in module.parameters()]
+    hooks = [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()]
+    numbers, threads = torch.get_rng_state(), torch.backends.mkldnn.enabled
+    resize, swap = torch.UntypedStorage.resize_, torch.utils.swap_tensors
+    on_cpu(module, batch, candidate(strategy, world))
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert type(next(module.parameters())) is nn.Parameter
+    assert flags == [parameter.requires_grad for parameter in module.parameters()]
+    assert hooks == [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()]
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert not module.training
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert threads == torch.backends.mkldnn.enabled
+    assert torch.UntypedStorage.resize_ is resize
+    assert torch.utils.swap_tensors is swap
+    assert not dist.is_initialized()
+    assert torch.zeros(2).sum() == 0  # no mode is active
+
+
+def test_nothing_is_left_after_an_error():
+    with pytest.raises(TrainerKitError):
+        on_cpu(Chosen(torch.optim.SGD), torch.zeros(2, 32), candidate("fsdp", 2, activation_checkpointing=True))
+    assert not dist.is_initialized()
+    assert float(torch.ones(2).sum()) == 2
+
+
+def test_a_rank_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(StrategyError, match="is a rank already"):
+            on_cpu(TinyModule(), torch.zeros(2, 32), candidate("ddp", 2))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_fit_follows():
+    module, batch = made("mlp", 2)
+    on_cpu(module, batch, candidate("fsdp", 2))
+    trainer = tk.Trainer(max_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    trainer.fit(module, [batch] * 2)
+    assert trainer.global_step == 2
+    with pytest.raises(TrainerKitError):
+        measure(module, batch, candidate("nothing"))
+    assert on_cpu(module, batch, candidate()).exact  # and a plan after a fit

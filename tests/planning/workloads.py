@@ -1,0 +1,252 @@
+"""Models of several kinds, their plans, and the CPU allocator's own record of a real fit."""
+
+import ctypes
+import functools
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import trainer_kit as tk
+from trainer_kit.planning.candidates import strategy_for
+from trainer_kit.planning.measure import measure
+from trainer_kit.testing import run_distributed
+
+
+class Measured(tk.TrainModule):
+    """A module with a model, its loss, and AdamW."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        loss = self.net(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+class Block(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.fc1, self.fc2 = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        normed = self.ln_1(x)
+        split = [
+            layer(normed).unflatten(-1, (-1, x.shape[-1] // self.heads)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        mixed = F.scaled_dot_product_attention(*split, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.fc2(F.gelu(self.fc1(self.ln_2(x))))
+
+
+class GPT(nn.Module):
+    """A decoder whose head shares its weight with the embedding."""
+
+    def __init__(self, width=256, depth=4, vocabulary=1024, heads=8, tied=True):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.head.weight = self.wte.weight
+
+    def forward(self, tokens):
+        x = self.wte(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class LanguageModel(Measured):
+    def training_step(self, batch, batch_idx):
+        logits = self.net(batch)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+
+    def configure_parallel(self, mesh):
+        tensor = {}
+        for index in range(len(self.net.blocks)):
+            block = f"net.blocks.{index}"
+            tensor |= {f"{block}.{name}": "colwise" for name in ("query", "key", "value", "fc1")}
+            tensor |= {f"{block}.{name}": "rowwise" for name in ("out", "fc2")}
+        return tk.ParallelPlan(tensor=tensor)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, width=256):
+        super().__init__()
+        self.cell = nn.LSTM(64, width, num_layers=2, batch_first=True)
+        self.head = nn.Linear(width, 64)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0])
+
+
+class Convolutions(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        stages = [nn.Conv2d(3, width, 3, padding=1)]
+        for _ in range(4):
+            stages += [nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())]
+        self.stages = nn.Sequential(*stages)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x):
+        return self.head(self.stages(x).mean((2, 3)))
+
+
+class UNet(nn.Module):
+    def __init__(self, width=16):
+        super().__init__()
+        conv = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU())  # noqa: E731
+        self.down = nn.ModuleList([conv(3, width), conv(width, 2 * width)])
+        self.middle = nn.Sequential(conv(2 * width, 2 * width), conv(2 * width, 2 * width))
+        self.up = nn.ModuleList([conv(4 * width, width), conv(2 * width, width)])
+        self.out = nn.Conv2d(width, 3, 1)
+
+    def forward(self, x):
+        kept = []
+        for layer in self.down:
+            x = layer(x)
+            kept.append(x)
+            x = F.max_pool2d(x, 2)
+        x = self.middle(x)
+        for layer in self.up:
+            x = layer(torch.cat([F.interpolate(x, scale_factor=2.0), kept.pop()], 1))
+        return self.out(x)
+
+
+def _mlp():
+    parts = [nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)]
+    return Measured(nn.Sequential(*parts))
+
+
+class Perceptron(Measured):
+    def configure_parallel(self, mesh):
+        return tk.ParallelPlan(tensor="mlp")
+
+
+def _perceptron():
+    return Perceptron(_mlp().net)
+
+
+def _encoder():
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
+    return Measured(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+
+
+def _llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=1024,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        use_cache=False,
+    )
+    return Llama(LlamaForCausalLM(config))
+
+
+class Llama(Measured):
+    def training_step(self, batch, batch_idx):
+        return self.net(input_ids=batch, labels=batch).loss
+
+
+class Together(Measured):
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, foreach=True)
+
+
+MODELS = {
+    "foreach": (lambda: Together(_mlp().net), (256,), False),
+    "mlp": (_perceptron, (256,), False),
+    "cnn": (lambda: Measured(Convolutions()), (3, 32, 32), False),
+    "encoder": (_encoder, (64, 128), False),
+    "gpt": (lambda: LanguageModel(GPT()), (128,), True),
+    "lstm": (lambda: Measured(Recurrent()), (64, 64), False),
+    "unet": (lambda: Measured(UNet()), (3, 64, 64), False),
+    "llama": (_llama, (128,), True),
+}
+"""By name: how the module is made, the shape of a sample, whether samples are tokens."""
+
+
+def made(name, samples):
+    """The module and a batch."""
+    torch.manual_seed(0)
+    build, shape, tokens = MODELS[name]
+    batch = torch.randint(0, 1000, (samples, *shape)) if tokens else torch.randn(samples, *shape)
+    return build(), batch
+
+
+class _Marks(tk.callbacks.Callback):
+    """Begins to count at the third step."""
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 2:
+            ctypes.CDLL(None).forget_most()
+
+
+def _held(which):
+    function = getattr(ctypes.CDLL(None), which)
+    function.restype = ctypes.c_long
+    return function()
+
+
+def traced(name, candidate, **options):
+    """The peak of a real fit's third step in bytes, as the CPU allocator sees it; runs on each rank."""
+    before = _held("held_bytes")
+    module, batch = made(name, candidate.micro_batch)
+    trainer = tk.Trainer(
+        strategy=strategy_for(candidate) if candidate.world > 1 else "auto",
+        accelerator="cpu",
+        devices=candidate.world,
+        precision=candidate.precision,
+        accumulate_grad_batches=candidate.accumulate,
+        activation_checkpointing=candidate.activation_checkpointing,
+        max_steps=3,
+        callbacks=[_Marks()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **options,
+    )
+    trainer.fit(module, [batch] * 3 * candidate.accumulate)
+    return _held("most_bytes") - before
+
+
+@functools.cache
+def counting_library():
+    """The allocator's counter, compiled."""
+    made = Path(tempfile.mkdtemp()) / "allocations.so"
+    source = Path(__file__).with_name("allocations.c")
+    subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", made, source, "-ldl"], check=True)
+    return str(made)
+
+
+def compared(name, candidate, **options):
+    """The measured peak, and that of the rank that needs most in a real fit."""
+    module, batch = made(name, 2)
+    found = measure(module, batch, candidate, accelerator="cpu")
+    with mock.patch.dict(os.environ, LD_PRELOAD=counting_library()):
+        return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))

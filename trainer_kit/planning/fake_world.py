@@ -1,0 +1,188 @@
+"""A world of ranks that does not exist, and copies of modules and batches without storage.
+
+This is the only file that uses torch's fake process group and fake copies, which are private.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.data.sizes import batch_size_of
+
+__all__ = ["adapted", "fake_batch", "fake_mode", "fake_module", "fake_world"]
+
+
+@contextmanager
+def fake_world(size: int, rank: int = 0) -> Iterator[None]:
+    """Inside, torch's default process group has ``size`` ranks; this process is one of them, and nothing is sent.
+
+    Args:
+        size: the number of ranks.
+        rank: of this process.
+
+    Raises:
+        StrategyError: this process has a process group already.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise StrategyError(
+            "this process is a rank already, so it cannot be a rank of an imagined world",
+            found=f"a process group of {dist.get_world_size()} ranks",
+            fix="plan in a process of its own, before the first fit: trainer-kit plan train.py",
+        )
+    excepthook = sys.excepthook  # torch replaces it
+    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        sys.excepthook = excepthook
+
+
+@final
+class _Parts:
+    """The parts of a tensor that ``torch.chunk`` returns, made when they are asked for.
+
+    Args:
+        tensor: the whole.
+        count: how many ranks have one; the last may be empty.
+        dim: along which it is divided.
+    """
+
+    def __init__(self, tensor: Tensor, count: int, dim: int) -> None:
+        self._tensor, self._dim = tensor, dim
+        self._rows = -(-tensor.size(dim) // count)
+
+    def __getitem__(self, index: int) -> Tensor:
+        left = self._tensor.size(self._dim) - index * self._rows
+        if left <= 0 and index:
+            return self._tensor.new_empty(0)
+        return self._tensor.narrow(self._dim, index * self._rows, min(left, self._rows))
+
+
+@contextmanager
+def adapted() -> Iterator[None]:
+    """Inside, three things of torch work with fake tensors.
+
+    ``module.to`` converts fake parameters in place, as it does real ones; torch would swap objects. A mesh computes
+    with real numbers, which it needs, also where a fake mode is active. And `fully_shard` makes this rank's part of a
+    parameter only: hundreds of fake parts of each take most of the time.
+    """
+    recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not tell what it saves for backward
+    divides: Any = _fsdp_param
+    joins: Any = DeviceMesh
+    plain: Any = torch.utils.swap_tensors
+    concatenate, chunks = joins._concatenate, divides._chunk_with_empty
+
+    def swap(kept: Any, converted: Any) -> None:
+        if not (isinstance(kept, FakeTensor) and isinstance(converted, FakeTensor)):
+            plain(kept, converted)
+        elif kept is not converted:
+            kept.data = converted.data
+            kept.fake_device = converted.fake_device
+
+    def concatenate_outside(meshes: list[DeviceMesh]) -> DeviceMesh:
+        with unset_fake_temporarily():
+            made: DeviceMesh = concatenate(meshes)
+            return made
+
+    torch._C._set_mkldnn_enabled(False)
+    torch.utils.swap_tensors = swap
+    divides._chunk_with_empty = _Parts
+    joins._concatenate = staticmethod(concatenate_outside)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(recurrent)
+        torch.utils.swap_tensors = plain
+        divides._chunk_with_empty = chunks
+        joins._concatenate = staticmethod(concatenate)
+
+
+def fake_mode() -> FakeTensorMode:
+    """The mode in which tensors have no storage; real ones, such as constants of a module, may take part."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
+    """A deep copy whose tensors have shapes and no storage, on the CPU; shared parameters stay shared.
+
+    Args:
+        module: not changed; its tensors may be on any device, also on the meta device.
+        mode: the mode that the copies belong to.
+
+    Raises:
+        ConfigurationError: the module cannot be copied, or an earlier fit has divided it.
+    """
+    memo: dict[int, Any] = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if hasattr(tensor, "placements"):
+            raise ConfigurationError(
+                "an earlier fit has divided this module among ranks",
+                found=f"{name} is a {type(tensor).__name__}",
+                fix="make a new module, and plan before the first fit",
+            )
+        with mode, torch.no_grad():
+            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
+            memo[id(tensor)] = (
+                nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            )
+        vars(memo[id(tensor)]).update({key: value for key, value in vars(tensor).items() if not key.startswith("_")})
+    own = vars(module).get("trainer")
+    if own is not None:  # copying it would copy a whole run
+        memo[id(own)] = None
+    try:
+        with FakeCopyMode(mode):
+            return copy.deepcopy(module, memo)
+    except Exception as error:  # of any class: user code decides how a copy is made
+        raise ConfigurationError(
+            f"planning runs steps on a copy of the module, and this {type(module).__name__} cannot be copied",
+            found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+            fix="plan before the first fit, and keep tensors with a graph, locks and open files out of the module",
+        ) from error
+
+
+def fake_batch(batch: Any, samples: int, mode: FakeTensorMode) -> Any:
+    """A batch of another size without storage: the first dimension of its tensors becomes ``samples``.
+
+    Args:
+        batch: a tree of tensors and other values; those without a first dimension of the batch's size stay.
+        samples: the new size.
+        mode: the mode that the copies belong to.
+    """
+    size = batch_size_of(batch)
+
+    def resized(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            shape = list(value.shape)
+            if shape and shape[0] == size:
+                shape[0] = samples
+            with mode:
+                return torch.empty(shape, dtype=value.dtype, device="cpu")
+        return value
+
+    return _resized_lists(tree_map(resized, batch), size, samples)
+
+
+def _resized_lists(value: Any, size: int, samples: int) -> Any:
+    """Lists of one entry a sample, such as texts, repeated to the new size."""
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _resized_lists(one, size, samples) for key, one in value.items()}
+    alone = (
+        isinstance(value, list) and len(value) == size and not any(isinstance(v, Tensor) for v in tree_leaves(value))
+    )
+    return [value[index % size] for index in range(samples)] if alone and size else value

@@ -1,0 +1,252 @@
+"""Measure what a step of a configuration needs: the real module, strategy and loop, on tensors without storage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainer_kit.build import choose_precision
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.planning.calculate import calculated
+from trainer_kit.planning.candidates import axes_of, strategy_for
+from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mode, fake_module, fake_world
+from trainer_kit.planning.memory_tracker import StepTracker
+from trainer_kit.planning.records import Candidate, Measured
+from trainer_kit.planning.replicas import FakeReplicas
+from trainer_kit.planning.traffic import TrafficCounter
+from trainer_kit.precision.precision import Precision
+from trainer_kit.step.bus import Bus
+from trainer_kit.step.run import Fit
+from trainer_kit.strategies.ddp import DDPStrategy
+from trainer_kit.strategies.strategy import Strategy
+from trainer_kit.training.compose import build_module, check_module, compose_fit
+from trainer_kit.training.session import Session
+from trainer_kit.training.settings import Settings, make_settings
+
+__all__ = ["measure"]
+
+_WARM_UP: Final = 1
+"""Steps before the measured one: the first makes the optimizer's state."""
+_HOST: Final = ("parameters", "gradients", "optimizer")
+"""What a strategy that offloads keeps in host memory."""
+_RUN: Final = frozenset({"single", "ddp", "fsdp", "mesh"})
+"""The engines whose step can be run without data."""
+
+
+def measure(
+    module: nn.Module,
+    batch: Any,
+    candidate: Candidate,
+    *,
+    trainer: Session | None = None,
+    accelerator: str = "cuda",
+) -> Measured:
+    """Run two optimizer steps of a configuration on tensors without storage, and measure the second.
+
+    The module is copied without its values, so no weights are allocated. Its ``configure_model``, ``training_step`` and
+    ``configure_optimizers``, the real strategy and the real loop run in a world of imagined ranks; callbacks do not
+    run. The module, its hooks, the random generators and the process are as before when it returns.
+
+    Args:
+        module: a TrainModule, which no fit has divided; its parameters may be on the meta device.
+        batch: one batch of the loader, of any size: each tensor whose first dimension is the batch's gets the
+            candidate's.
+        candidate: the configuration.
+        trainer: gives the module its settings, such as gradient clipping; None: those of ``Trainer()``.
+        accelerator: where the run will be. torch's optimizers step all tensors together on an accelerator, and one
+            after the other on a ``"cpu"``.
+
+    Returns:
+        What the step needs. ``exact`` is False, and a note says why, where the step cannot run without data: weights,
+        gradients and optimizer state are then calculated.
+
+    Raises:
+        TrainerKitError: the candidate cannot be built: sizes that do not divide, a precision that the engine refuses,
+            no block to recompute, or this process is a rank already.
+
+    Example:
+        >>> import torch
+        >>> from trainer_kit.testing import TinyModule
+        >>> tried = Candidate(strategy="fsdp", precision="32-true", world=4, micro_batch=8)
+        >>> found = measure(TinyModule(), torch.zeros(2, 32), tried, accelerator="cpu")
+        >>> found.exact, found.memory[0]["parameters"] < 4 * sum(p.numel() for p in TinyModule().parameters())
+        (True, True)
+    """
+    check_module(module, "fit")
+    strategy = strategy_for(candidate)
+    precision = choose_precision(candidate.precision, None, strategy)
+    with preserved_rng(strategy.device):
+        if strategy.engine not in _RUN:
+            return calculated(module, candidate, strategy, precision, f"{strategy.name} cannot run without data")
+        try:
+            return _Trial(module, batch, candidate, trainer, accelerator).run(strategy, precision)
+        except TrainerKitError:
+            raise
+        except Exception as error:  # of any class: user code, and parts of torch that need data
+            reason = f"the step cannot run without data ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            return calculated(module, candidate, strategy_for(candidate), precision, reason)
+
+
+@final
+class _Trial:
+    """One candidate, with what its steps are run on."""
+
+    def __init__(
+        self, module: nn.Module, batch: Any, candidate: Candidate, trainer: Session | None, accelerator: str
+    ) -> None:
+        self.module, self.batch, self.candidate = module, batch, candidate
+        self.trainer, self.accelerator = trainer, accelerator
+        self.mode = fake_mode()
+
+    def run(self, strategy: Strategy, precision: Precision) -> Measured:
+        """Run the steps."""
+        candidate = self.candidate
+        if isinstance(strategy, DDPStrategy):
+            strategy = FakeReplicas(strategy)
+        with fake_world(candidate.world), adapted():
+            strategy.start()
+            counter = TrafficCounter(axes_of(strategy))
+            tracker = StepTracker(self.mode, counter.see)
+            try:
+                run = self._composed(strategy, precision)
+                since, flops = self._steps(run, tracker, counter)
+                run.micro.release()
+            finally:
+                strategy.stop()
+        host = _HOST if candidate.offload else ()
+        on_host = tracker.peak(since, left_out=set(tracker.peak(since)) - set(host)) if host else {}
+        return Measured(
+            candidate=candidate,
+            memory=(tracker.peak(since, left_out=host),),
+            host=sum(on_host.values()),
+            traffic=counter.traffic(),
+            flops=tracker.flops - flops,
+            exact=True,
+            notes=_notes(self.module, candidate, self.accelerator),
+        )
+
+    def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> tuple[int, int]:
+        """Run all steps; return the places in the tracker's record where the last one began."""
+        optimizers: Sequence[Optimizer] = run.stepper.made.optimizers
+        if self.accelerator != "cpu":
+            _step_together(optimizers)
+        held = [*run.module.parameters(), *run.module.buffers()]
+
+        def note(parameter: Tensor) -> None:
+            tracker.note(parameter.grad, "gradients")
+
+        for parameter in run.module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(note)
+        tracker.note_state(held, optimizers)
+        since = flops = 0
+        with self.mode, tracker, tracker.resizes():
+            for index, _ in enumerate(run.windows.epoch(run.progress)):
+                if index == _WARM_UP:
+                    since, flops = tracker.mark(), tracker.flops
+                    counter.restart()
+                tracker.note(run.micro.batches, "activations")
+                run.forward_backward(run.micro)
+                tracker.note_state(held, optimizers)
+                with tracker.stepping():
+                    run.stepper.step()
+                tracker.note_state(held, optimizers)
+                run.progress.step += 1
+        return since, flops
+
+    def _composed(self, strategy: Strategy, precision: Precision) -> Fit:
+        """The fit of a copy of the module, as `EntryPoint` composes it, without files, callbacks and validation."""
+        module = fake_module(self.module, self.mode)
+        batch = fake_batch(self.batch, self.candidate.micro_batch, self.mode)
+        session = self._session(strategy, precision)
+        session.state_verb, session.module = "fit", module
+        session.metrics.attach(strategy, module)
+        with self.mode:
+            module.trainer = session
+            build_module(session, module, "fit")
+            module.trainer = session  # again, for submodules that configure_model built
+            module.train()
+            session.train_dataloader = loader = [batch] * (self.candidate.accumulate * (1 + _WARM_UP))
+            bus = Bus(session, module, [], None, session.metrics)
+            run = session.run = compose_fit(session, module, None, loader, None, bus)
+        run.windows.loss_weight = None  # it reads the batch, which has no values
+        return run
+
+    def _session(self, strategy: Strategy, precision: Precision) -> Session:
+        candidate, trainer = self.candidate, self.trainer
+        if trainer is not None:
+            session = trainer.for_trial(_without_data(trainer.settings))
+            session.strategy, session.precision_plugin = strategy, precision
+        else:
+            session = Session(
+                settings=_without_data(_defaults()),
+                environment=Environment(),
+                strategy=strategy,
+                precision=precision,
+                loggers=[],
+                root=".",
+                seed=None,
+                start=None,
+                processes=candidate.world,
+                resume=None,
+            )
+            session.arguments, session.origins, session.switches = {}, {}, {}
+            session.async_save = session.barebones = session.fast_dev_run = False
+        session.sharded_alternative, session.compile_options, session.compile_regional = None, None, False
+        session.recomputes, session.accumulation = candidate.activation_checkpointing, candidate.accumulate
+        vars(session)["print"] = vars(session)["say"] = lambda *values, **options: None
+        return session
+
+
+def _defaults() -> Settings:
+    return make_settings(
+        fast_dev_run=False,
+        max_epochs=1,
+        max_steps=-1,
+        max_duration=None,
+        max_time=None,
+        min_epochs=None,
+        min_steps=None,
+        limits=dict.fromkeys(("train", "val", "test", "predict")),
+        val_check_interval=None,
+        check_val_every_n_epoch=1,
+        num_sanity_val_steps=None,
+        log_every_n_steps=None,
+        clip_val=None,
+        clip_algorithm=None,
+        overfit_batches=0,
+        inference_mode=True,
+        shard=False,
+        loss_weighting=False,
+        global_batch_size=None,
+    )
+
+
+def _without_data(settings: Settings) -> Settings:
+    """Settings for a list of equal batches, of which each rank reads all, and whose weights are not read."""
+    limits: dict[str, int | float] = {**settings.limits, "train": 1.0, "val": 0}
+    return replace(settings, shard=False, loss_weighting=False, global_batch_size=None, overfit=0, limits=limits)
+
+
+def _step_together(optimizers: Sequence[Optimizer]) -> None:
+    """Choose what torch chooses on an accelerator: one operator for all tensors."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = True
+
+
+def _notes(module: nn.Module, candidate: Candidate, accelerator: str) -> tuple[str, ...]:
+    notes = ["fragmentation, the workspace of kernels and the memory of libraries are not in it"]
+    if accelerator != "cpu":
+        notes.append(f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward")
+    if any(isinstance(part, nn.RNNBase) for part in module.modules()):
+        notes.append("recurrent layers are measured as plain operators; a fused kernel has a workspace of its own")
+    if candidate.offload:
+        notes.append("copies between host and device memory, of one unit at a time, are not in it")
+    return tuple(notes)

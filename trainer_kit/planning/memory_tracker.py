@@ -1,0 +1,203 @@
+"""Watches every operator of a step under torch's FakeTensorMode: memory by category, floating-point operations.
+
+This is the only file that uses torch's private dispatch modes for memory. Its measure is the storage of tensors, as
+an allocator sees it: when it is allocated, resized and freed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils import flop_counter
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from trainer_kit.planning.records import CATEGORIES
+
+__all__ = ["StepTracker", "storages"]
+
+_PLAIN: Final = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
+_aten = torch.ops.aten
+_counter: Any = flop_counter
+_FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
+    **_counter.flop_registry,
+    # torch counts attention in its kernels for accelerators only.
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: _counter.sdpa_flop_count(
+        query.shape, key.shape, value.shape
+    ),
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
+        _counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+    ),
+}
+_STATE: Final = ("parameters", "gradients", "optimizer")
+"""The categories of tensors that outlive a step."""
+
+
+def storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of all tensors in a tree; of a ``DTensor``, of this rank's part."""
+    for leaf in tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            if is_traceable_wrapper_subclass(leaf):
+                names, _ = leaf.__tensor_flatten__()
+                yield from storages([getattr(leaf, name) for name in names])
+            else:
+                yield leaf.untyped_storage()
+
+
+@final
+class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records allocations, the collectives and the floating-point operations of what runs inside it.
+
+    Enter it inside a ``FakeTensorMode``. Storages get their category when it is known: a gradient is one after the
+    backward that made it, an activation when the backward begins and it is still there.
+
+    Args:
+        mode: the fake mode whose tensors count.
+        watch: called with every operator, its arguments and its result.
+    """
+
+    def __init__(self, mode: FakeTensorMode, watch: Callable[[Any, Any, Any], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode, self._watch = mode, watch
+        self._numbers: dict[int, int] = {}  # the number of a storage that exists, by its address
+        self._references: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._category: dict[int, str] = {}
+        self._fresh: set[int] = set()  # made in the forward that is running
+        self._events: list[tuple[int, int]] = []
+        self._count = 0
+        self._in_step = True
+        self.flops = 0
+
+    # -- what exists ---------------------------------------------------------------------------------------------
+
+    def note(self, values: Any, category: str) -> None:
+        """Give the storages of tensors a category; one that outlives a step is not changed by a later one."""
+        for storage in storages(values):
+            number = self._number(storage)
+            if self._category.get(number) not in _STATE:
+                self._category[number] = category
+
+    def note_state(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
+        """Note parameters, their gradients and the state of optimizers."""
+        parameters = list(parameters)
+        self.note(parameters, "parameters")
+        self.note([parameter.grad for parameter in parameters], "gradients")
+        for optimizer in optimizers:
+            self.note([list(state.values()) for state in optimizer.state.values()], "optimizer")
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        address = storage._cdata
+        number = self._numbers.get(address)
+        if number is None:
+            self._count += 1
+            number = self._numbers[address] = self._count
+            self._references[address] = weakref.ref(storage, lambda _: self._freed(address))
+            self._sizes[number] = size = storage.nbytes()
+            self._events.append((number, size))
+        return number
+
+    def _freed(self, address: int) -> None:
+        number = self._numbers.pop(address)
+        del self._references[address]
+        self._fresh.discard(number)
+        self._events.append((number, -self._sizes.pop(number)))
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Record the new size of a storage. FSDP frees and allocates gathered parameters in this way."""
+        number = self._number(storage)
+        change = storage.nbytes() - self._sizes[number]
+        self._sizes[number] += change
+        self._events.append((number, change))
+        if self._category.get(number) not in _STATE:
+            self._category[number] = "gathered"
+
+    # -- what runs -----------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on plain tensors; a subclass first turns its own into operators on its parts."""
+        if any(kind not in _PLAIN for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        count = _FLOPS.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **kwargs, out_val=out)
+        backward = torch._C._current_graph_task_id() != -1
+        if backward and self._fresh:
+            for number in self._fresh:
+                self._category.setdefault(number, "activations")
+            self._fresh.clear()
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode:
+                known = self._count
+                number = self._number(leaf.untyped_storage())
+                if number > known and self._in_step and torch.is_grad_enabled():
+                    if backward:  # a block that computes its activations again
+                        self._category[number] = "activations"
+                    else:
+                        self._fresh.add(number)
+        self._watch(func, args, out)
+        return out
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, optimizers step: nothing that is made is an activation."""
+        self._fresh.clear()
+        self._in_step = False
+        try:
+            yield
+        finally:
+            self._in_step = True
+
+    @contextmanager
+    def resizes(self) -> Iterator[None]:
+        """Inside, calls of ``UntypedStorage.resize_`` are seen, which are not operators."""
+        plain = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            resized: torch.UntypedStorage = plain(storage, size)
+            self.resized(storage)
+            return resized
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = plain  # type: ignore[method-assign]
+
+    # -- the result ----------------------------------------------------------------------------------------------
+
+    def mark(self) -> int:
+        """A place in the record, for `peak`."""
+        return len(self._events)
+
+    def peak(self, since: int, left_out: Collection[str] = ()) -> dict[str, int]:
+        """Bytes by category when the device held most, after ``since``.
+
+        Args:
+            since: a place, see `mark`.
+            left_out: the categories that do not count, because their tensors are elsewhere.
+        """
+        now: Counter[str] = Counter()
+        total = most = 0
+        found: dict[str, int] = {}
+        for index, (number, change) in enumerate(self._events):
+            category = self._category.get(number, "temporary")
+            if category in left_out:
+                continue
+            now[category] += change
+            total += change
+            if index >= since and total > most:
+                most, found = total, dict(now)
+        return {category: found.get(category, 0) for category in CATEGORIES}
