@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-xla test-pythons test-oldest soak check bench docs site vendor \
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-xla test-pythons test-oldest soak check bench docs site site-material vendor \
   clean
 
 help:
@@ -23,6 +23,7 @@ help:
 	@echo "make docs        write the generated pages again"
 	@echo "make pictures    draw the pictures of docs/pictures again; RUN=1 trains on sixteen engines first"
 	@echo "make site        build the site: site/dev, or site/0.2 with VERSION=0.2; serve it: python3 -m http.server -d site"
+	@echo "make site-material  build it with mkdocs and mkdocs-material, as a check: build/site-material"
 	@echo "make vendor      fetch the run report's plotting library again, and compare it with its checksums (npm)"
 	@echo "make clean       remove .venv and caches"
 
@@ -162,6 +163,13 @@ VERSION ?= dev
 site: .venv-site/.stamp
 	SITE_DIR=site/$(VERSION) .venv-site/bin/zensical build --strict --clean
 	.venv-site/bin/python docs/finish_site.py site
+
+.venv-site/.material: .venv-site/.stamp docs/requirements-material.txt
+	.venv-site/bin/python -m pip install --quiet --no-deps -r docs/requirements-material.txt
+	@touch $@
+
+site-material: .venv-site/.material
+	NO_MKDOCS_2_WARNING=1 SITE_DIR=build/site-material .venv-site/bin/python -m mkdocs build --strict --clean
 
 # What npm gives must be, byte by byte, what the repository ships: another version needs new checksums first.
 UPLOT := 1.6.32
