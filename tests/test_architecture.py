@@ -39,7 +39,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
-MAX_PACKAGE = 49_970  # docs/decisions/0137: a change that needs more raises it, and says why
+MAX_PACKAGE = 50_027  # docs/decisions/0137: a change that needs more raises it, and says why
 TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {
@@ -69,11 +69,11 @@ FOREIGN_MEMBERS = {
         __all__ __code__ __dict__ __file__ __mro__ __name__ __notes__ __qualname__ __self__ _asdict _fields add_note
         frozen func get_ipython last_value lineno memfd_create name node pidfd_open ps1 reconfigure renameat2 safe_path
         sched_getaffinity sysconf target targets""",
-    "torch, by its version, its device, or whether a tensor is a DTensor": """_metadata _num_yielded _orig_mod
-        _schedulers _torchdynamo_orig_callable _unsharded_param all_gather_single_autograd base_lrs chunks clone
-        device_mesh full_tensor hip in_order is_initialized max_memory_allocated mem_get_info options placements
-        reset_iter_state reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait
-        worker_method""",
+    "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
+        _metadata _num_yielded _orig_mod _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param
+        all_gather_single_autograd base_lrs chunks clone device_mesh full_tensor hip in_order is_initialized
+        max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
+        reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait worker_method""",
     "data loaders, samplers and schedulers of users, of any class": """batch_sampler batch_size collate_fn dataset
         drop_last generator num_replicas optimizer rank sampler set_epoch""",
     "values of users: tensors, arrays, batches, metrics": """_forward_cache compute compute_groups dtype item pin_memory

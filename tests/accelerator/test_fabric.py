@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import csv
+import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit import Fabric
 from trainer_kit.loggers import CSVLogger
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 
 
 def net():
@@ -188,7 +193,7 @@ def test_one_process():
     ("options", "match"),
     [
         ({"devices": 2}, r"(?s)devices=2 on 1 nodes, 1 processes.*trainer-kit launch --num_processes 2"),
-        ({"strategy": "deepspeed"}, r"(?s)'deepspeed'.*trainer_kit\.Accelerator"),
+        ({"strategy": "deepspeed"}, r"(?s)'deepspeed'.*an object of trainer_kit\.strategies"),
         ({"precision": "32-true", "plugins": object()}, "given twice"),
         ({"devices": "0,1"}, r"(?s)devices='0,1'.*CUDA_VISIBLE_DEVICES"),
         ({"devices": [1]}, r"(?s)devices=\[1\].*CUDA_VISIBLE_DEVICES"),
@@ -344,3 +349,63 @@ def test_two_processes():
         assert fabric.load(Path(path, "two"), {"model": other}) == {"step": 5}
         assert_equal(fabric.accelerator.unwrap_model(other), fabric.accelerator.unwrap_model(model))
         fabric.barrier()
+
+
+def tensor_parallel(model, mesh):
+    return parallelize_module(model, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def sharded(model, mesh):
+    return fully_shard(model, mesh=mesh["data_parallel"])
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, timeout=120)
+def test_strategy_objects_train_and_save_divided_objects_whole():
+    """A file that one strategy has saved after an epoch is continued by each."""
+    box = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(box)
+    half, whole = by_hand(epochs=1), by_hand(epochs=2)
+    made = {
+        "fsdp": (2, FSDPStrategy),
+        "tensor": (4, lambda: ModelParallelStrategy(parallelize_fn=tensor_parallel)),
+        "data": (2, lambda: ModelParallelStrategy(2, 1, parallelize_fn=sharded)),
+        "ddp": (2, DDPStrategy),
+    }
+
+    def run(strategy, batch_size, start=None):
+        fabric = Fabric(accelerator="cpu", strategy=strategy())
+        with fabric.init_module(empty_init=True):
+            layers = net()
+        model = fabric.setup(layers)
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))
+        loader = fabric.setup_dataloaders(DataLoader(points(), batch_size))
+        if start is not None:
+            fabric.load(start, {"model": model, "optimizer": optimizer})
+        for inputs, targets in loader:
+            fabric.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = fabric.accelerator.get_state_dict(model.module)
+        return fabric, {"model": model, "optimizer": optimizer}, weights
+
+    for name, (size, strategy) in made.items():
+        fabric, state, weights = run(strategy, size)
+        fabric.save(f"{box[0]}/{name}", state)
+        if fabric.is_global_zero:
+            torch.testing.assert_close(weights, dict(half.state_dict()), rtol=0, atol=1e-6)
+    for start, (name, (size, strategy)) in zip(["data", "fsdp", "ddp", "tensor"], made.items(), strict=True):
+        fabric, _, weights = run(strategy, size, f"{box[0]}/{start}")
+        if fabric.is_global_zero:
+            torch.testing.assert_close(weights, dict(whole.state_dict()), rtol=0, atol=1e-6, msg=name)
+    fabric.barrier()
+    if fabric.is_global_zero:
+        shutil.rmtree(box[0])
+
+
+def test_an_engine_is_given_once():
+    with pytest.raises(tk.ConfigurationError, match=r"given twice\n  found: strategy= and ParallelismConfig"):
+        tk.Accelerator(cpu=True, strategy=DDPStrategy(), parallelism_config=tk.ParallelismConfig(tp_size=1))
+    with pytest.raises(tk.ConfigurationError, match="strategy"):
+        tk.Accelerator(cpu=True, strategy=3)
+    assert Fabric(accelerator="cpu", strategy=DDPStrategy()).strategy.name == "single_device"

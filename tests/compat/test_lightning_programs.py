@@ -150,6 +150,110 @@ if __name__ == "__main__":
 """
 )
 
+PARALLEL = """
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.utils.data import DataLoader
+
+def parallelize(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    tensor, data = device_mesh["tensor_parallel"], device_mesh["data_parallel"]
+    if tensor.size() > 1:
+        for block in model.blocks.values():
+            parallelize_module(block, tensor, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        head = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+        parallelize_module(model, tensor, {"head": head})
+    if data.size() > 1:
+        for name, block in model.blocks.items():
+            model.blocks[name] = fully_shard(checkpoint_wrapper(block), mesh=data)
+        fully_shard(model, mesh=data)
+    return model
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleDict()
+        for name in ("one", "two"):
+            self.blocks[name] = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        for block in self.blocks.values():
+            x = x + block(x)
+        return self.head(x)
+
+def rows():
+    torch.manual_seed(0)
+    return DataLoader([(torch.randn(8), i % 4) for i in range(32)], batch_size=4)
+"""
+
+PARALLEL_TRAINER = (
+    PARALLEL
+    + """
+from lightning.pytorch.strategies import ModelParallelStrategy
+
+class Lit(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = Net()
+
+    def configure_model(self):
+        parallelize(self.model, device_mesh=self.device_mesh)
+
+    def training_step(self, batch):
+        output = self.model(batch[0])
+        with loss_parallel():
+            return F.cross_entropy(output, batch[1])
+
+    def backward(self, *args, **kwargs):
+        with loss_parallel():
+            super().backward(*args, **kwargs)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=3e-3, foreach=True)
+
+if __name__ == "__main__":
+    strategy = ModelParallelStrategy(SIZES)
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, enable_progress_bar=False)
+    with trainer.init_module(empty_init=True):
+        model = Lit()
+    trainer.fit(model, rows())
+    trainer.print("END", trainer.global_step)
+"""
+)
+
+PARALLEL_FABRIC = (
+    PARALLEL
+    + """
+from lightning.fabric.strategies import ModelParallelStrategy
+
+if __name__ == "__main__":
+    strategy = ModelParallelStrategy(parallelize_fn=parallelize, SIZES)
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    fabric.launch()
+    with fabric.init_module(empty_init=True):
+        model = Net()
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True))
+    for i, batch in enumerate(fabric.setup_dataloaders(rows())):
+        output = model(batch[0])
+        with loss_parallel():
+            fabric.backward(F.cross_entropy(output, batch[1]))
+        optimizer.step()
+        optimizer.zero_grad()
+    fabric.save(path="checkpoint.pt", state={"model": model, "optimizer": optimizer, "iteration": i})
+    fabric.print("END", i)
+"""
+)
+
+TENSOR, DATA = (f"data_parallel_size={size}, tensor_parallel_size={2 // size}" for size in (1, 2))
+
 ALONE = 'accelerator="cpu", devices=1'
 
 
@@ -164,16 +268,22 @@ ALONE = 'accelerator="cpu", devices=1'
         (GAN, [], "END 8 ['d_loss', 'g_loss']"),
         (CLI, ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.devices=1"], "END 64 5"),
         (FABRIC, [], "END 2 Net"),
+        (PARALLEL_TRAINER.replace("SIZES", TENSOR), [], "END 16"),
+        (PARALLEL_TRAINER.replace("SIZES", DATA), [], "END 8"),
+        (PARALLEL_FABRIC.replace("SIZES", TENSOR), [], "END 7"),
+        (PARALLEL_FABRIC.replace("SIZES", DATA), [], "END 3"),
     ],
-    ids=["autoencoder", "ddp", "fsdp", "gan", "cli", "fabric"],
+    ids=["autoencoder", "ddp", "fsdp", "gan", "cli", "fabric", "tensor", "data", "fabric tensor", "fabric data"],
 )
 def test_a_program_runs_after_migrate(text: str, arguments: list[str], end: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     moved = CliRunner().invoke(main, ["migrate", str(script), "--write"])
     assert (moved.exit_code, moved.output.splitlines()[-1].rpartition("; ")[2]) == (0, "0 findings"), moved.output
+    on_two = 'Fabric(accelerator="cpu", devices=2' in text  # the Trainer starts its processes itself
+    launched = ["-m", "trainer_kit", "launch", "--num_processes", "2", "--cpu"] if on_two else []
     made = subprocess.run(
-        [sys.executable, "train.py", *arguments],
+        [sys.executable, *launched, "train.py", *arguments],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

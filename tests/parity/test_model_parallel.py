@@ -71,6 +71,12 @@ def whole_module(module: Any, mesh: Any) -> None:
     fully_shard(module, mesh=mesh["data_parallel"])
 
 
+def on_both_axes(module: Any, mesh: Any) -> None:
+    """As Lightning's float8 example does: replicas over the first axis, shards over the second; then compiled."""
+    fully_shard(module.net, mesh=mesh)
+    module.net = torch.compile(module.net, backend="eager")
+
+
 def both(module: Any, mesh: Any) -> None:
     tensor_parallel(module, mesh)
     whole_module(module, mesh)
@@ -148,8 +154,8 @@ class MadeInside(Divided):
     def configure_model(self) -> None:
         with torch.device(self.place):
             self.net = make_net().double()
-            with torch.no_grad():
-                self.net[3].bias.fill_(0.5)
+            if self.place == "cpu":
+                torch.nn.init.constant_(self.net[3].bias, 0.5)
         super().configure_model()
 
 
@@ -179,7 +185,8 @@ def test_where_weights_come_from() -> None:
 
     def same(mine: nn.Module, one: nn.Module) -> None:
         for name, value in weights(mine).items():
-            torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=1e-12)
+            plain = name.replace("_orig_mod.", "")
+            torch.testing.assert_close(value, one.state_dict()[plain], rtol=0, atol=1e-12)
 
     one = Divided()
     train(one, data(22, 4), **LIMITS)
@@ -200,6 +207,15 @@ def test_where_weights_come_from() -> None:
             same(module, inside)
             trainer.fit_loop.max_epochs = 3  # a second fit does not divide it again
             trainer.fit(module, data(22, 4 // ranks))
+    with case(layers="made in configure_model without storage"):
+        drawn = Divided()
+        torch.manual_seed(0)  # as `make_net`
+        for layer in (drawn.net[0], drawn.net[3]):
+            layer.reset_parameters()  # type: ignore[operator]
+        train(drawn, data(22, 4), **LIMITS)
+        for divide, ranks in ((tensor_parallel, 1), (sharded, 2), (on_both_axes, 1)):
+            fit(module := MadeInside(divide, "meta"), ranks)
+            same(module, drawn)
     with case(logits="divided"):
         module = LossParallel(divided_logits)
         fit(module)
@@ -245,6 +261,10 @@ def other_mesh(module: Any, mesh: Any) -> None:
     parallelize_module(module.net[0], init_device_mesh("cpu", (2,), mesh_dim_names=("mine",)), ColwiseParallel())
 
 
+def bare(module: Any, mesh: Any) -> None:
+    module.net.append(nn.ParameterList([torch.empty(2, device="meta")]))
+
+
 def one_layer(module: Any, mesh: Any) -> None:
     fully_shard(module.net[0], mesh=mesh["data_parallel"])
 
@@ -260,7 +280,7 @@ def test_what_is_refused_before_the_first_step() -> None:
         (Divided(one_layer), 2, r"would differ between the 2 data ranks\n  found: net.3.weight, net.3.bias\n"),
         (Divided(lambda *_: None), 2, r"found: net.0.weight, net.0.bias, net.3.weight and 1 more\n"),
         (Divided(other_mesh), 1, r"a mesh that is not this strategy's\n  found: net.0.weight, net.0.bias\n"),
-        (MadeInside(tensor_parallel, "meta"), 1, r"have no values\n  found: net.0.weight, (.|\n)*empty_init=True"),
+        (MadeInside(bare, "meta"), 1, r"no way to give(.|\n)*net.4 without reset_parameters\n  fix:   define reset_"),
         (Undivided(), 1, r"found: Undivided has no configure_model\n  fix:   call parallelize_module"),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))

@@ -129,6 +129,7 @@ class Accelerator:
         parallelism_config: combine several kinds of parallelism; by default as set by the launcher.
         torch_tp_plugin: use tensor parallelism alone.
         deepspeed_plugin: train under DeepSpeed; likewise.
+        strategy: a strategy object, in place of the plugins.
         deepspeed_plugins: several by name; the first is active until `select_deepspeed_plugin`.
         hang_timeout: seconds (or a duration such as ``"5min"``) without progress, after which the run ends with exit
             code 75 and names the process that hangs; None: ten times the slowest ordinary step, at least 60 s, and

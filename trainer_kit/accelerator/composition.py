@@ -69,6 +69,7 @@ _PLUGINS: Final[dict[str, type]] = {
     "parallelism_config": ParallelismConfig,
     "torch_tp_plugin": TorchTensorParallelPlugin,
     "deepspeed_plugin": DeepSpeedPlugin,
+    "strategy": Strategy,
 }
 
 _EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # the trackers of log_with="all"
@@ -132,6 +133,12 @@ def _asked_engine(options: Mapping[type, Any]) -> Any:
 
 def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
     """Return the strategy that the user's options select; ``"auto"`` without options."""
+    made = options.get(Strategy)
+    others = [kind.__name__ for kind in _PLUGINS.values() if kind in options and kind is not Strategy]
+    if made is not None and others:
+        raise ConfigurationError("the engine is given twice", found=f"strategy= and {', '.join(others)}")
+    if made is not None:
+        return made
     engine = _asked_engine(options)
     mesh = _mesh(options.get(ParallelismConfig), engine, environment)
     wrapper = options.get(DistributedDataParallelKwargs)

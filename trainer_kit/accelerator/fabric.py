@@ -45,7 +45,7 @@ class Fabric:
 
     Args:
         accelerator: ``"cpu"``; ``"auto"``, or another name for the accelerator of this machine.
-        strategy: ``"auto"``, ``"ddp"`` or ``"fsdp"``.
+        strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, or a strategy object.
         devices: ``"auto"``, or the number of started processes.
         num_nodes: accepted: the launcher sets the number of nodes.
         precision: as for the Trainer.
@@ -68,7 +68,7 @@ class Fabric:
         self,
         *,
         accelerator: str = "auto",
-        strategy: str = "auto",
+        strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
         precision: Any = None,
@@ -76,15 +76,18 @@ class Fabric:
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
-        if strategy not in (*_OVER_PROCESSES, "fsdp"):
+        given = not isinstance(strategy, str)
+        if not given and strategy not in (*_OVER_PROCESSES, "fsdp"):
             raise ConfigurationError(
                 "this strategy is not available in Fabric",
                 found=repr(strategy),
-                fix='"auto", "ddp" or "fsdp"; trainer_kit.Accelerator takes the options of every engine',
+                fix='"auto", "ddp" or "fsdp"; or an object of trainer_kit.strategies',
             )
         if precision is not None and plugins is not None:
             raise ConfigurationError("the precision is given twice", fix="pass precision= or plugins=")
-        engines: dict[str, Any] = {"fsdp_plugin": FullyShardedDataParallelPlugin()} if strategy == "fsdp" else {}
+        engines: dict[str, Any] = {"strategy": strategy} if given else {}
+        if strategy == "fsdp":
+            engines["fsdp_plugin"] = FullyShardedDataParallelPlugin()
         word = "32-true" if precision is None and plugins is None else precision or plugins
         self.accelerator = Accelerator(
             cpu=accelerator == "cpu", mixed_precision=word, gradient_accumulation_steps=1, **engines
@@ -323,9 +326,17 @@ class Fabric:
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
             return self.accelerator.get_state_dict(prepared_module(value))
-        divided = isinstance(value, Optimizer) and self.accelerator.strategy.sharded
-        _refuse(divided, "this optimizer is divided over the processes", "fabric.accelerator.save_state(directory)")
+        if isinstance(value, Optimizer):
+            from torch.distributed.tensor import DTensor
+
+            self._refuse_engines_optimizer()
+            # Every process gathers: a part of it is on each.
+            return apply_to_collection(value.state_dict(), DTensor, lambda part: part.full_tensor().cpu())
         return value.state_dict() if hasattr(value, "state_dict") else value
+
+    def _refuse_engines_optimizer(self) -> None:
+        refused, fix = self.accelerator.strategy.owns_step, "fabric.accelerator.save_state(directory), load_state"
+        _refuse(refused, "the engine keeps the state of this optimizer", fix)
 
     def load(
         self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
@@ -345,6 +356,8 @@ class Fabric:
             held = found.pop(name)
             if isinstance(value, nn.Module):
                 self._load_module(value, held, strict)
+            elif isinstance(value, Optimizer):
+                self._load_optimizer(value, held)
             elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(held)
             elif state is not None:
@@ -356,12 +369,24 @@ class Fabric:
         if isinstance(obj, nn.Module):
             self._load_module(obj, read_weights(path), strict)
         else:
-            obj.load_state_dict(torch_load(locate(path), "cpu"))  # type: ignore[arg-type]
+            self._load_optimizer(obj, torch_load(locate(path), "cpu"))  # type: ignore[arg-type]
 
     def _load_module(self, module: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
-        divided = self.accelerator.strategy.sharded
-        _refuse(divided, "this module is divided over the processes", "fabric.accelerator.load_state(directory)")
-        self.accelerator.unwrap_model(module).load_state_dict(weights, strict=strict)
+        _refuse(
+            self.accelerator.strategy.owns_step,
+            "the engine keeps the weights of this module",
+            "fabric.accelerator.load_state(directory)",
+        )
+        self.accelerator.strategy.load_module_state(self.accelerator.unwrap_model(module), weights, strict)
+
+    def _load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Load the state of whole parameters; a process keeps its parts."""
+        self._refuse_engines_optimizer()
+        inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
+        parameters = [p for group in inner.param_groups for p in group["params"]]
+        options = [{key: one for key, one in group.items() if key != "params"} for group in state["param_groups"]]
+        states = {parameters[index]: own for index, own in state["state"].items()}
+        self.accelerator.strategy.load_optimizer_state(inner, options, states)
 
 
 def _number(devices: Any) -> int | None:

@@ -218,7 +218,7 @@ class _Position(nn.Module):
         even = torch.arange(0, self.dim, 2, device=x.device).float()
         angles = x.size(1) * torch.exp(even * (-math.log(10000.0) / self.dim))
         place = torch.stack((angles.sin(), angles.cos()), dim=-1).flatten()
-        return self.dropout(x + place)  # type: ignore[no-any-return]
+        return self.dropout(x + place.to(x.dtype))  # type: ignore[no-any-return]
 
 
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):

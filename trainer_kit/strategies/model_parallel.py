@@ -189,16 +189,15 @@ class ModelParallelStrategy(Strategy):
     @contextmanager
     def _from_rank_zero(self, module: nn.Module) -> Iterator[None]:
         agree_on_rng([self.world], self.device)  # layers that are made inside are the same on every rank
-        weights = InitialWeights(module, self.world)
+        weights = InitialWeights(module, self.world, resets=True)
         bare = bool(max(row[0] for row in self.world.agree([any(p.is_meta for p in module.parameters())])))
         if bare:
             empty(module)
         else:  # the user's code may also set weights, so it gets values
             weights.hand_out(module, torch.device("cpu"), torch.device("cpu"))
         yield
-        fail_together(self.world, lambda: _check_values(module, weights if bare else None))
-        if bare:
-            weights.hand_out(module, self.device, self.device)
+        fail_together(self.world, lambda: weights.reset(module))
+        weights.hand_out(module, self.device, self.device)
         module.to(self.device)
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -336,17 +335,6 @@ class ModelParallelStrategy(Strategy):
         axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
         held = f"; {parameters_held(self._modules)}" if self._modules else ""
         return f"divided by the module ({axes}) on {self.device.type}{held}"
-
-
-def _check_values(module: nn.Module, weights: InitialWeights | None) -> None:
-    """Refuse parameters that have no storage and get no initial value."""
-    unknown = [name for name, p in module.named_parameters() if p.is_meta and (weights is None or name not in weights)]
-    if unknown:
-        raise StrategyError(
-            "the initial weights have no values",
-            found=f"{_some(unknown)} on the meta device after configure_model",
-            fix="make these layers in __init__, under trainer.init_module(empty_init=True): rank 0 makes their values",
-        )
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

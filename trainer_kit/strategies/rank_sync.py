@@ -39,12 +39,13 @@ class InitialWeights:
         module: as the user built it; on ranks other than the first its tensors may be on the meta device.
         group: every rank of it makes the same calls.
         given: an earlier fit has placed all weights.
+        resets: tensors that rank 0 has without values are left to `reset`.
 
     Raises:
         StrategyError: the first rank has no values either, or the ranks built different models.
     """
 
-    def __init__(self, module: nn.Module, group: Group, given: bool = False) -> None:
+    def __init__(self, module: nn.Module, group: Group, given: bool = False, resets: bool = False) -> None:
         self._group = group
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._whole: dict[str, Tensor] = {}
@@ -59,20 +60,50 @@ class InitialWeights:
             self._names.setdefault(first.setdefault(id(tensor), name), []).append(name)
             if first[id(tensor)] == name:
                 found[name] = tensor.detach()
-        self._shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-        self._whole = found if group.rank == 0 else {}
-        _compare({name: f"{list(shape)} {dtype}" for name, (shape, dtype) in self._shapes.items()}, group)
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
+        _compare({name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()}, group)
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
-        if empty:
+        self._shapes = {name: shape for name, shape in shapes.items() if name not in empty}
+        self._whole = {name: found[name] for name in self._shapes} if group.rank == 0 else {}
+        for name in empty:
+            del self._names[name]
+        if empty and not resets:
             raise StrategyError(
                 "the initial weights have no values",
                 found=f"{', '.join(empty[:3])} on the meta device on rank 0",
                 fix='build layers in configure_model without torch.device("meta")',
             )
 
-    def __contains__(self, name: str) -> bool:
-        """Whether `hand_out` fills the tensor of this name."""
-        return any(state_name(name) in names for names in self._names.values())
+    def reset(self, module: nn.Module) -> None:
+        """Take values for layers that have no storage and were made since: rank 0 calls their ``reset_parameters``.
+
+        It does so on whole tensors, however the layers are divided, so that the values are those of one process.
+
+        Raises:
+            StrategyError: a layer has no such method.
+        """
+        known = {name for names in self._names.values() for name in names} if self._shapes else set()
+        first: dict[int, str] = {}
+        for name, tensor in _tensors(module):
+            if tensor.is_meta and name not in known:
+                self._names.setdefault(first.setdefault(id(tensor), name), []).append(name)
+                self._shapes[first[id(tensor)]] = (tensor.shape, tensor.dtype)
+        if not first:
+            return
+        layers = {name: part for name, part in module.named_modules() if {*map(id, _own(part))} & first.keys()}
+        calls = [
+            getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None)) for part in layers.values()
+        ]
+        lacking = [name for name, call in zip(layers, calls, strict=True) if not callable(call)]
+        if lacking:
+            raise StrategyError(
+                "layers on the meta device have no way to give their weights values",
+                found=f"{', '.join(lacking[:3])} without reset_parameters",
+                fix="define reset_parameters(self), or make these layers in __init__",
+            )
+        with built_once(self._group):
+            if self._group.rank == 0:
+                self._whole.update(_reset(list(layers.values()), calls, first))
 
     def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
         """Fill the divided module on every rank; each rank keeps only its own parts.
@@ -136,19 +167,50 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield state_name(name), buffer
 
 
+def _own(part: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
+
+
+def _reset(parts: Sequence[nn.Module], calls: Sequence[Any], names: dict[int, str]) -> dict[str, Tensor]:
+    """Call the methods while the parts have whole tensors in host memory; return these by name."""
+    made: dict[int, Any] = {}
+    before = [(tensors, dict(tensors)) for part in parts for tensors in _places(part)]
+    try:
+        for tensors, old in before:
+            for key, tensor in old.items():
+                if tensor is None or id(tensor) not in names:
+                    continue
+                if id(tensor) not in made:
+                    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+                    made[id(tensor)] = (
+                        nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+                    )
+                tensors[key] = made[id(tensor)]
+        for call in calls:
+            call()
+        return {names[number]: tensor.detach() for number, tensor in made.items()}
+    finally:
+        for tensors, old in before:
+            tensors.update(old)
+
+
+def _places(part: nn.Module) -> list[dict[str, Any]]:
+    return [part._parameters, part._buffers]
+
+
 def empty(module: nn.Module) -> None:
     """Release the storage of all parameters and buffers in place; shared parameters remain shared."""
     made: dict[int, Any] = {}
     for part in module.modules():
-        every: list[dict[str, Any]] = [part._parameters, part._buffers]
-        for tensors in every:
+        for tensors in _places(part):
             for key, tensor in tensors.items():
                 if tensor is None or tensor.is_meta:
                     continue
                 if id(tensor) not in made:
                     bare = torch.empty_like(tensor, device="meta")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(bare, tensor.requires_grad) if is_parameter else bare
+                    made[id(tensor)] = (
+                        nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+                    )
                 tensors[key] = made[id(tensor)]
 
 
