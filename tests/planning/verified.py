@@ -187,3 +187,16 @@ class Unseeded(Classifier):
             if not ranked()
             else (super().training_step(batch, batch_idx) * (1 + 1e-5 * noise))
         )
+
+
+class Normed(Classifier):
+    """Normalises over the batch, whose size is that of a rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[1] = nn.BatchNorm1d(16)
+
+
+class Casting(Classifier):
+    def training_step(self, batch, batch_idx):
+        return super().training_step((batch[0].float(), batch[1]), batch_idx)

@@ -144,6 +144,7 @@ class _Verifier:
 
     def __init__(self, trainer: Session, runs: Runs, result: Verification) -> None:
         self.trainer, self.runs, self.result = trainer, runs, result
+        self.judge: Judge
 
     def note(self, name: str, found: Finding | None, text: str) -> bool:
         """Add a check; returns whether nothing differs."""
@@ -161,24 +162,51 @@ class _Verifier:
         """Make all comparisons."""
         chosen = self.runs.chosen(reseeds=_RESEEDS)
         division = Division(chosen[0].places, chosen[0].seed, _RESEEDS)
-        exact = self.runs.plain(make_precision("64-true"), division)
+        exact = self._exact(division)
         single = self.runs.plain(make_precision("32-true"), division)
         name = self.trainer.precision_plugin.name
         rounded = single if name == "32-true" else self.runs.plain(self.trainer.precision_plugin, division)
-        judge = Judge(exact, rounded, _eps(name))
+        judge = self.judge = Judge(exact, rounded, _eps(name))
         self.loop(division, exact, single)
         self.result.curve = judge.curve(chosen)
-        plan = self.runs.order(division)
-        parallel = len(chosen) > division.places and exact.draws
-        right = self.note("samples", order(chosen, plan, self.result.steps), "the order of one process, none twice")
-        right = right and self.note("data", samples(chosen, exact), "the tensors of each batch are equal")
-        if right and parallel:
-            self.skip("training", "random layers draw otherwise where ranks share a sample: set dropout to 0 for this")
-        elif right:
+        if self.order(chosen, division):
             self.training(judge, chosen, division)
-        if right:
             self.world(chosen, division, exact, single)
         self.bits(validates)
+
+    def order(self, chosen: list[Record], division: Division) -> bool:
+        """Compare the samples; returns whether values that were computed from them can be compared."""
+        plan = self.runs.order(division)
+        if plan is None or any(micro.ids is None for record in chosen for micro in record.micros.values()):
+            self.skip("samples", "the loader draws no indices of a dataset")
+        elif not self.note("samples", order(chosen, plan, self.result.steps), "the order of one process, none twice"):
+            return False
+        exact = self.judge.exact
+        shard, device = self.trainer.settings.shard, self.trainer.strategy.device.type
+        why = (
+            "the loaders divide the data themselves: one process cannot read the shares of the ranks"
+            if not shard and division.places > 1
+            else "random layers draw otherwise where ranks share a sample: set dropout to 0 for this"
+            if exact.draws and len(chosen) > division.places
+            else "random layers draw otherwise in float64 on this device: set dropout to 0 for this"
+            if exact.draws and device != "cpu"
+            else None
+        )
+        if why is not None:
+            self.skip("training", why)
+            return False
+        return self.note("data", samples(chosen, exact), "the tensors of each batch are equal")
+
+    def _exact(self, division: Division) -> Record:
+        """The plain loop in float64."""
+        try:
+            return self.runs.plain(make_precision("64-true"), division)
+        except (RuntimeError, TypeError) as error:  # it has run in the Trainer's precision
+            raise ConfigurationError(
+                "the module does not run in float64, by which verify measures rounding errors",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                fix="cast to self.dtype or to the dtype of another tensor, not to a fixed one",
+            ) from error
 
     def loop(self, division: Division, exact: Record, single: Record) -> None:
         """Compare our Trainer on one device with the plain loop, both in float32."""

@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
+from trainer_kit.core.environment import pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.module import TrainModule
@@ -132,11 +133,14 @@ class _Plain:
         self.module, self.settings, self.division, self.watched = module, trainer.settings, division, watched
         self.loop = _Loop(trainer, steps)
         module.trainer = self.loop
+        strategy = SingleDeviceStrategy(pick_device(trainer.strategy.device.type, 0))
+        strategy.start()
         precision.convert_module(module)
+        module.to(strategy.device)
         self.made: Optimizers = configure_optimizers(module)
         _check(module, self.made)
         self.context = precision.forward_context()
-        self.move, _ = mover(module, datamodule, SingleDeviceStrategy(), precision)
+        self.move, _ = mover(module, datamodule, strategy, precision)
         self.names, self.steps = names_of(module), steps
         self.record = Record(division.places, division.seed)
         self.record.tied = tied_names(module)
