@@ -157,6 +157,7 @@ def test_nothing_public_is_missing_from_the_names():
         "core",
         "data",
         "hang",
+        "health",
         "inference",
         "launch",
         "metrics",

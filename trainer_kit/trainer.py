@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from trainer_kit.build import (
     added_callbacks,
@@ -17,7 +18,7 @@ from trainer_kit.build import (
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
-from trainer_kit.core.arguments import as_list, known_arguments
+from trainer_kit.core.arguments import as_list, known_arguments, refuse_unknown
 from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
@@ -277,6 +278,7 @@ class Trainer(Session):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
         load_weights_only: bool = False,
+        **unknown: NoReturn,
     ) -> None:
         """Train from step 0 or from a checkpoint; this does not continue an earlier fit of this Trainer.
 
@@ -289,7 +291,10 @@ class Trainer(Session):
             ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: accepted for compatibility with Lightning, but True is an error: nothing is unpickled here.
             load_weights_only: load only the weights of the checkpoint: counts, optimizers and data start from 0.
+            unknown: refused, with the argument that is meant.
         """
+        if unknown:
+            self._refuse("fit", unknown)
         if weights_only:
             raise ConfigurationError(
                 "weights_only= configures unpickling, and checkpoints of this library are never unpickled",
@@ -318,6 +323,7 @@ class Trainer(Session):
         verbose: bool = True,
         datamodule: Any = None,
         weights_only: bool | None = None,
+        **unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Validate; returns the logged values, one dict for each loader.
 
@@ -328,7 +334,10 @@ class Trainer(Session):
             verbose: print the values.
             datamodule: brings the loaders.
             weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
+            unknown: as in `fit`.
         """
+        if unknown:
+            self._refuse("validate", unknown)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def test(
@@ -339,8 +348,11 @@ class Trainer(Session):
         verbose: bool = True,
         datamodule: Any = None,
         weights_only: bool | None = None,
+        **unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Test; arguments and result as in `validate`."""
+        if unknown:
+            self._refuse("test", unknown)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
     def predict(
@@ -351,6 +363,7 @@ class Trainer(Session):
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
+        **unknown: NoReturn,
     ) -> Any:
         """Predict; returns the results of ``predict_step`` in dataset order, with a list for each of several loaders.
 
@@ -361,7 +374,10 @@ class Trainer(Session):
             return_predictions: False discards them, for callbacks that write predictions.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: as in `validate`.
+            unknown: as in `fit`.
         """
+        if unknown:
+            self._refuse("predict", unknown)
         if self.start is not None:
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
@@ -369,6 +385,12 @@ class Trainer(Session):
             with watched_evaluation(self, run, self.hang_timeout):
                 outputs = predict(run, return_predictions)
         return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
+
+    def _refuse(self, verb: str, unknown: Mapping[str, Any]) -> None:
+        """Raise `ConfigurationError` for arguments that an entry point does not have; the Trainer may have them."""
+        known = [name for name in inspect.signature(getattr(type(self), verb)).parameters if name != "unknown"][1:]
+        elsewhere = {name: f"Trainer({name}={{value}})" for name in inspect.signature(type(self)).parameters}
+        refuse_unknown(f"Trainer.{verb}", unknown, known, {**TRAINING_ARGUMENTS, **elsewhere})
 
     def _evaluate(
         self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any

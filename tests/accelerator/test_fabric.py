@@ -285,6 +285,30 @@ def test_attributes_and_methods_of_a_prepared_module(tmp_path):
     assert again.module is model.module
 
 
+def test_what_is_registered_is_the_users_modules():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    plain = Plain()
+    model = Fabric(accelerator="cpu").setup_module(plain)
+    model.register_buffer("mean", torch.ones(2))
+    model.register_buffer("hidden", torch.ones(2), persistent=False)
+    model.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    model.add_module("head", nn.Linear(2, 1))
+    model.register_module("tail", nn.Linear(1, 1))
+    assert set(dict(plain.named_buffers())) == {"mean", "hidden"}
+    assert {"mean", "scale", "head.weight", "tail.weight"} <= set(plain.state_dict())
+    assert "hidden" not in plain.state_dict()
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert model.mean is plain.mean
+    assert list(model._modules) == ["module"]
+
+
 def test_forward_methods_use_the_precision():
     fabric = Fabric(accelerator="cpu", precision="bf16-mixed")
     model = fabric.setup(Named())

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
@@ -220,6 +221,26 @@ def what_is_refused() -> None:
     assert "parallelism_config_pp_size" in staged.explain()
     with pytest.raises(StrategyError, match=r"need whole steps(.|\n)*pp=2(.|\n)*use pp=1"):
         staged.prepare(make_language())
+
+
+@pytest.mark.parametrize(
+    ("name", "plugin"),
+    [
+        ("cpu_offload", {"cpu_offload": True}),
+        ("ignored_modules", {"ignored_modules": "head"}),
+        ("mixed_precision", {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+    ],
+)
+def test_options_of_fsdp_are_refused_where_nothing_is_sharded(name: str, plugin: dict[str, Any]) -> None:
+    import trainer_kit.build  # noqa: F401  # registers the strategies
+
+    options = tk.FullyShardedDataParallelPlugin(**plugin)
+    with pytest.raises(
+        tk.ConfigurationError, match=r"found: tp_size=2 alone\n  fix:   dp_shard_size=2 or more"
+    ) as error:
+        tk.ParallelismConfig(tp_size=2).make_strategy(options)
+    assert "FSDP" in error.value.problem
+    tk.ParallelismConfig(tp_size=2, dp_shard_size=2).make_strategy(tk.FullyShardedDataParallelPlugin(cpu_offload=True))
 
 
 @pytest.mark.long

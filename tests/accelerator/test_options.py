@@ -87,6 +87,25 @@ def test_records_accept_equivalent_values(tmp_path):
     assert FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap={"Block"}).transformer_cls_names_to_wrap
 
 
+@pytest.mark.parametrize(
+    ("option", "same"),
+    [
+        ({"fsdp_version": 1}, {"fsdp_version": 2}),
+        ({"backward_prefetch": "BACKWARD_POST"}, {"backward_prefetch": None}),
+        ({"forward_prefetch": True}, {"forward_prefetch": False}),
+        ({"limit_all_gathers": False}, {"limit_all_gathers": True}),
+        ({"use_orig_params": False}, {"use_orig_params": True}),
+        ({"param_init_fn": print}, {"cpu_ram_efficient_loading": True}),
+        ({"sync_module_states": False}, {"sync_module_states": True}),
+        ({"state_dict_config": {"offload_to_cpu": True}}, {"state_dict_type": "FULL_STATE_DICT"}),
+    ],
+)
+def test_options_of_fsdp1_without_effect_are_named_with_what_to_do(option, same):
+    with pytest.warns(UserWarning, match=rf"FullyShardedDataParallelPlugin\({min(option)}=.* has no effect: .+; "):
+        FullyShardedDataParallelPlugin(**option)
+    FullyShardedDataParallelPlugin(**same)  # what FSDP2 does anyway: warnings are errors here
+
+
 def test_a_field_that_was_set_later_is_looked_at_too():
     handler, loaders = InitProcessGroupKwargs(), DataLoaderConfiguration()
     handler.timeout, loaders.even_batches = 60, "no"

@@ -216,25 +216,32 @@ def test_a_waiting_rank_is_no_straggler():
     assert find_straggler([[1.0] * 8] * 4) is None
     assert find_straggler([[1.0] * 8]) is None
     assert find_straggler([[0.001, 1, 1, 0, 0, 0, 0, 0], [0.01, 1, 1, 0, 0, 0, 0, 0]]) is None, "too small to matter"
+    late = [[0.001, 0.01, 0.01, 0, 0, 0, 0, 0], [0.011, 0.01, 0.01, 0, 0, 0, 0, 0]]
+    assert find_straggler(late) is None, "10 ms in a logging interval of 20 ms: one turn of another process"
+    assert find_straggler([[100 * part for part in row] for row in late])[:2] == (1, "data")
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_rank_that_is_slow_to_read_data_is_named(strategy):
+    """By a clock that only reading data moves, so that the load of the machine does not matter."""
+    now = [0.0]
+
     class SlowData(torch.utils.data.Dataset):
         def __len__(self):
             return 16
 
         def __getitem__(self, index):
-            time.sleep(0.02 if index % 4 >= 2 else 0)  # the second half of a global batch: rank 1
+            now[0] += 0.02 if index % 4 >= 2 else 0.002  # the second half of a global batch: rank 1
             return torch.ones(32)
 
-    made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=4, devices=2, strategy=strategy)
-    made.fit(TinyModule(), torch.utils.data.DataLoader(SlowData(), batch_size=2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer_kit.callbacks.monitors.perf_counter", lambda: now[0])
+        made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=4, devices=2, strategy=strategy)
+        made.fit(TinyModule(), torch.utils.data.DataLoader(SlowData(), batch_size=2))
     lines = [line for line in made.printed if line.startswith("straggler")]
     if made.global_rank == 0:
-        assert len(lines) == 1, lines
-        assert lines[0].startswith("straggler: rank 1, data: 0.1"), lines
+        assert lines == ["straggler: rank 1, data: 0.16 s, 10.0 times the median of the ranks"]
     else:
         assert lines == []

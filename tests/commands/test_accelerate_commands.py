@@ -270,6 +270,10 @@ def test_a_job_is_printed_and_refused(tmp_path: Path) -> None:
         assert "region: us-east-1\nprofile: default\n" in said
         assert "not started from here: it would rent machines with your AWS account\n  found: " in said
         assert "job.yaml:1" in said
+    for words in (["--api_key", "hunter3"], ["--api-key=hunter3", "--store", "s3://me:hunter3@host/data"]):
+        masked = call("launch", "--config_file", path, script, *words, code=2)
+        assert '"api_key": "***"' in masked
+        assert "hunter3" not in masked
     secret = call("launch", "--config_file", path, "--aws_secret_access_key", "hunter2", script, code=2)
     assert "AWS keys are not read" in secret
     assert "hunter2" not in secret
@@ -344,6 +348,17 @@ def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "config.json").write_text('{"model_type": "bert", "auto_map": {"AutoConfig": "own.Config"}}')
     (tmp_path / "own.py").write_text("raise SystemExit('ran')")
     assert "Traceback" not in call("estimate-memory", tmp_path, "--library_name", "transformers")
+    for mapped in (
+        '"auto_map": {"AutoConfig": "org/code--own.Config"}',
+        '"text_config": {"auto_map": {"AutoTokenizer": [null, "org/code--own.Tokens"]}}',
+    ):
+        (tmp_path / "config.json").write_text(f'{{"model_type": "bert", {mapped}}}')
+        words = "estimate-memory", tmp_path, "--library_name", "transformers", "--trust_remote_code"
+        refused = call(*words, code=2)
+        assert "takes its Python files from another repository" in refused
+        assert "auto_map: org/code--own." in refused
+    (tmp_path / "config.json").write_text("{")
+    assert "this config.json cannot be used" in call(*words, code=2)
     stand_in = types.ModuleType("timm")
     stand_in.create_model = lambda name, pretrained, width=4: nn.Linear(width, width)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", stand_in)

@@ -150,7 +150,7 @@ def test_a_worker_that_hangs_is_named_with_its_index(programs, tmp_path):
 def test_sigterm_ends_a_step_that_hangs(programs, tmp_path):
     ran = programs.run(HERE / "fit.py", "term", "2")
     began = float(re.search(r"fault at (\S+)", ran.stdout)[1])
-    assert time.time() - began < 8
+    assert time.time() - began - programs.queued < 8  # other processes may have the cores
     assert ran.returncode == 143
     assert "SIGTERM came, and the step does not end: rank 0 (" in ran.stderr, ran.stderr
 

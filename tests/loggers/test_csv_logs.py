@@ -167,12 +167,20 @@ def test_names_and_values_of_every_kind_survive(tmp_path):
     assert back == {"ü": float("-inf"), "big": 1e300, "count": 1e20, "third": 1 / 3}
 
 
-def test_a_call_without_a_step_belongs_to_the_step_before(tmp_path):
+def test_a_call_without_a_step_is_a_new_row(tmp_path):
+    """As in Lightning, whose number of the row is the count of calls since the last save."""
     logger = CSVLogger(tmp_path, version=0)
-    logger.log_metrics({"a": 1.0}, 3)
-    logger.log_metrics({"b": 2.0})
+    for loss in (3.0, 2.0, 1.0):
+        logger.log_metrics({"loss": loss})
+    logger.log_metrics({"loss": 0.5}, 7)
+    logger.log_metrics({})
+    logger.log_metrics({"loss": 0.25})
     logger.save()
-    assert text(logger) == "step,a,b\n3,1.0,2.0\n"
+    assert text(logger) == "step,loss\n0,3.0\n1,2.0\n2,1.0\n7,0.5\n8,0.25\n"
+    again = CSVLogger(tmp_path, version=0)
+    again.log_metrics({"loss": 0.125})
+    again.save()
+    assert text(again).endswith("\n8,0.25\n9,0.125\n")
 
 
 def test_metrics_of_hyperparameters_are_those_of_step_0(tmp_path):

@@ -181,7 +181,7 @@ def test_an_optimizer_that_needs_a_running_fit_is_no_reason_to_fail():
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
 
     text = trainer(devices=2).explain(Cycles(), loader())
-    assert "8 B of gradients, an unknown number of optimizer state" in text
+    assert "8 B of gradients; sizes known only in the run: optimizer state" in text
     assert "(configure_optimizers needs a running fit: " in text
 
 
@@ -214,8 +214,7 @@ def test_explaining_runs_nothing():
 def test_what_is_not_known_before_a_module_is_divided_is_not_given_as_a_number():
     """The state of an optimizer is that of the parameters of this rank."""
     text = trainer(strategy=MeshStrategy(tp=2, dp_shard=1), devices=2).explain(Net())
-    assert "an unknown number of parameters" in text
-    assert "an unknown number of optimizer state" in text
+    assert "a rank holds sizes known only in the run: parameters and gradients and optimizer state" in text
 
 
 # -- format="svg" --------------------------------------------------------------------------------------------------

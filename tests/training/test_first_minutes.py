@@ -180,6 +180,24 @@ def test_samples_of_different_lengths_without_a_collate_fn(make):
     assert "collate_fn" in notes(error)
 
 
+@pytest.mark.parametrize(
+    ("verb", "name", "fix"),
+    [
+        ("fit", "train_dataloader", "train_dataloaders"),
+        ("fit", "max_epochs", "Trainer(max_epochs=5)"),
+        ("fit", "train_dataset", "trainer.fit(module, DataLoader"),
+        ("validate", "dataloader", "dataloaders"),
+        ("test", "ckpt", "ckpt_path"),
+        ("predict", "return_prediction", "return_predictions"),
+    ],
+)
+def test_an_argument_that_an_entry_point_does_not_have(verb, name, fix):
+    with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} has no argument '{name}'") as error:
+        getattr(trainer(), verb)(TinyModule(), **{name: 5})
+    assert fix in error.value.fix
+    assert error.value.found == f"{name}=5"
+
+
 @pytest.mark.parametrize("given", [BATCHES, DataLoader(Rows()), 5])
 def test_a_third_loader_in_the_place_of_the_datamodule(given):
     with pytest.raises(ConfigurationError, match="is not a DataModule") as error:

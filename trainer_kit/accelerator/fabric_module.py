@@ -136,6 +136,20 @@ class FabricModule(nn.Module):
         self.__dict__["training"] = mode
         return self
 
+    def register_buffer(self, *args: Any, **kwargs: Any) -> None:
+        """Register a buffer in the user's module."""
+        self.module.register_buffer(*args, **kwargs)
+
+    def register_parameter(self, *args: Any, **kwargs: Any) -> None:
+        """Register a parameter in the user's module; the wrapper and the optimizer do not know it."""
+        self.module.register_parameter(*args, **kwargs)
+
+    def add_module(self, *args: Any, **kwargs: Any) -> None:
+        """Add a module to the user's module; the wrapper and the optimizer do not know its parameters."""
+        self.module.add_module(*args, **kwargs)
+
+    register_module = add_module
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The user's module's."""
         return self.module.state_dict(*args, **kwargs)

@@ -89,13 +89,16 @@ SECTIONS: Final = ("data", "forward", "backward", "communication", "step", "call
 _TRAINING: Final = ("forward", "backward", "communication", "step")
 _AFTER_AN_EXCHANGE: Final = (*SECTIONS[SECTIONS.index("step") :], *SECTIONS[: SECTIONS.index("step")])
 """The parts from one exchange of gradients to the next."""
+_BY_CHANCE: Final = 0.05
+"""Seconds by which a rank may be late between two logging steps without a cause of its own."""
 
 
 def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | None:
     """The rank that the others wait for: rank, part of the time, and how many times the median of the ranks it takes.
 
-    A part counts from 1.5 times the median and a tenth of the whole time on. Who waits is slow, too, later in the step:
-    of large differences the first one after an exchange of gradients is the cause.
+    A part counts from 1.5 times the median, a tenth of the whole time, and 50 ms on: a shorter difference is what one
+    turn of another process, or a collection of garbage, costs a rank by chance. A rank that waits is slow, too, later
+    in the step: of large differences the first one after an exchange of gradients is the cause.
 
     Args:
         rows: for each rank, the seconds of each part of `SECTIONS`.
@@ -108,7 +111,7 @@ def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | 
     whole, found = max(map(sum, rows)), dict[str, tuple[float, int, float]]()
     for section, seconds in zip(SECTIONS, zip(*rows, strict=True), strict=True):
         slowest, usual = max(seconds), median_low(seconds)
-        if slowest > 1.5 * usual and slowest - usual > 0.1 * whole:
+        if slowest > 1.5 * usual and slowest - usual > max(0.1 * whole, _BY_CHANCE):
             found[section] = slowest - usual, seconds.index(slowest), slowest / max(usual, 1e-9)
     largest = max((excess for excess, _, _ in found.values()), default=0.0)
     for section in _AFTER_AN_EXCHANGE:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -157,7 +159,29 @@ def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
     return _built(name, lambda: made_by(configuration(**arguments)))
 
 
+def _code_elsewhere(config: Any) -> str | None:
+    """The first class in an ``auto_map`` of the configuration, or of one inside it, that is in another repository."""
+    if isinstance(config, list):
+        return next(filter(None, map(_code_elsewhere, config)), None)
+    if not isinstance(config, dict):
+        return None
+    classes = config.get("auto_map")
+    named = list(classes.values()) if isinstance(classes, dict) else []
+    flat = [name for each in named for name in (each if isinstance(each, list) else [each])]
+    own = next((name for name in flat if isinstance(name, str) and "--" in name), None)
+    return own or _code_elsewhere(list(config.values()))
+
+
 def _from_config(path: Path, trust_remote_code: bool) -> Any:
+    elsewhere = None
+    with suppress(ValueError, OSError):  # transformers says what is wrong with the file
+        elsewhere = _code_elsewhere(json.loads((path / "config.json").read_text("utf-8")))
+    if elsewhere is not None:
+        raise ConfigurationError(
+            "this config.json takes its Python files from another repository, and nothing is downloaded",
+            found=f"auto_map: {elsewhere}",
+            fix=f"hf download {elsewhere.partition('--')[0]}, read its Python files, and give that directory",
+        )
     transformers = _library("transformers", str(path))
     try:
         config = transformers.AutoConfig.from_pretrained(

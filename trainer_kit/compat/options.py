@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -357,11 +358,26 @@ class ProjectConfiguration:
         return None if self.logging_dir is None else os.path.expanduser(self.logging_dir)
 
 
+_OF_FSDP1: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
+    "fsdp_version": (("2",), "this is FSDP2; leave it out"),
+    "backward_prefetch": ((), "FSDP2 gathers the next unit ahead by itself; leave it out"),
+    "forward_prefetch": (("False",), "FSDP2 gathers the next unit ahead by itself; leave it out"),
+    "limit_all_gathers": (("True",), "FSDP2 frees what it gathered without waiting for the host; leave it out"),
+    "use_orig_params": (("True",), "parameters keep their names and objects; leave it out"),
+    "param_init_fn": ((), "modules on the meta device are initialised by their reset_parameters; define that"),
+    "sync_module_states": (("True",), "all ranks start with rank 0's weights; load the same weights, or leave it out"),
+    "state_dict_config": ((), "save_state writes shards, save_model whole weights; leave it out"),
+    "optim_state_dict_config": ((), "save_state writes shards, and any strategy loads them; leave it out"),
+}
+"""For each option without effect, the values that ask for what FSDP2 does anyway, and what to do instead."""
+
+
 @dataclass(kw_only=True)
 class FullyShardedDataParallelPlugin:
     """Options of FSDP, for ``Accelerator(fsdp_plugin=...)``; the launcher's values are the defaults.
 
-    Options of FSDP1 that FSDP2 does not need are accepted without effect.
+    Options of FSDP1 that FSDP2 does not need are accepted without effect; one that asks for something else than what
+    FSDP2 does is named in a warning, with what to do.
 
     Attributes:
         fsdp_version: accepted without effect: this is FSDP2.
@@ -414,6 +430,10 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        for name, (same, why) in _OF_FSDP1.items():
+            value = getattr(self, name)
+            if value is not None and str(value) not in same:
+                warnings.warn(f"FullyShardedDataParallelPlugin({name}={value!r}) has no effect: {why}", stacklevel=3)
 
     def make_strategy(self, **options: Any) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""

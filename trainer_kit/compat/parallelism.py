@@ -195,8 +195,9 @@ class ParallelismConfig:
         more = {} if fsdp is None else fsdp.arguments()
         recomputes = more.pop("activation_checkpointing_policy", False)
         divides = any(self.sizes[axis] != 1 for axis in ("dp_replicate", "dp_shard", "cp"))
-        if more.get("offload_activations") and not divides:
-            raise refused("offload_activations", f"tp_size={self.tp_size} alone")
+        for name in ("offload_activations", "cpu_offload", "mixed_precision", "ignored_modules"):
+            if more.get(name) and not divides:
+                raise refused(name, f"tp_size={self.tp_size} alone")
         made: Strategy = STRATEGIES.get("mesh")(
             **self.sizes,
             plan=self.plan,

@@ -21,6 +21,18 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
         "activations are offloaded where FSDP shards parameters",
         "dp_shard_size=2 or more, or leave activation_checkpointing_offload out",
     ),
+    "cpu_offload": (
+        "FSDP offloads to the CPU what it shards",
+        "dp_shard_size=2 or more, or leave cpu_offload out",
+    ),
+    "mixed_precision": (
+        "FSDP's mixed precision needs ranks that share parameters",
+        'dp_shard_size=2 or more, or Accelerator(mixed_precision="bf16") without mixed_precision_policy',
+    ),
+    "ignored_modules": (
+        "FSDP leaves modules out where it shards parameters",
+        "dp_shard_size=2 or more, or leave ignored_modules out",
+    ),
     "safe_serialization": ("states are saved without pickle", None),
     "select": (
         "the Accelerator selects one of several DeepSpeed plugins",

@@ -13,11 +13,21 @@ from enum import Enum
 from functools import cache, wraps
 from numbers import Integral, Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["as_list", "check_fields", "check_timeout", "known_arguments", "positive", "typed_arguments", "word_of"]
+__all__ = [
+    "as_list",
+    "check_fields",
+    "check_timeout",
+    "known_arguments",
+    "positive",
+    "refuse_unknown",
+    "typed_arguments",
+    "word_of",
+]
 
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
@@ -204,6 +214,24 @@ def word_of(value: Any) -> str:
     return str(value.value if isinstance(value, Enum) else value)
 
 
+def refuse_unknown(
+    owner: str, unknown: Mapping[str, Any], known: Collection[str], former: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Raise `ConfigurationError` for the first of the unknown arguments, if there is one.
+
+    Args:
+        owner: what was called.
+        unknown: names and values.
+        known: the arguments that there are.
+        former: as for `known_arguments`.
+    """
+    for name, value in unknown.items():
+        fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
+        text = repr(value)
+        text = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
+        raise ConfigurationError(f"{owner} has no argument {name!r}", found=f"{name}={text}", fix=fix)
+
+
 def known_arguments(
     former: Mapping[str, str],
 ) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
@@ -228,16 +256,11 @@ def known_arguments(
 
     def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
         known = list(inspect.signature(constructor).parameters)[1:]
+        owner = constructor.__qualname__.removesuffix(".__init__")
 
         @wraps(constructor)
         def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
-            for name, value in kwargs.items():
-                if name not in known:
-                    fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
-                    kind = constructor.__qualname__.split(".")[0]
-                    text = repr(value)
-                    text = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
-                    raise ConfigurationError(f"{kind} has no argument {name!r}", found=f"{name}={text}", fix=fix)
+            refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
             return constructor(*args, **kwargs)
 
         return checked

@@ -134,6 +134,13 @@ def _bytes_of_a_number(group: Mapping[str, Any]) -> int:
     return 8 if double else 4
 
 
+def _held(sizes: Sequence[tuple[int | None, str]]) -> str:
+    """The sizes in words; those that are not known are named last."""
+    known = ", ".join(f"{in_units(number)} of {what}" for number, what in sizes if number is not None)
+    unknown = " and ".join(what for number, what in sizes if number is None)
+    return "; ".join(filter(None, [known, unknown and f"sizes known only in the run: {unknown}"]))
+
+
 def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str]:
     """The costs as lines of text.
 
@@ -155,7 +162,7 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         held.append((costs.masters, "parameters in full precision"))
     lines = [
         f"layout       {costs.layout}",
-        f"a rank holds {', '.join(f'{in_units(number)} of {what}' for number, what in held)}",
+        f"a rank holds {_held(held)}",
     ]
     lines += [f"{'' if index else 'a step sends':<13}{what}" for index, what in enumerate(costs.exchanges)]
     return lines if costs.exchanges else [*lines, "a step sends nothing"]

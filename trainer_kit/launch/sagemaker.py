@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.configuration import Resolved
 
@@ -42,13 +43,15 @@ def refusal(options: Resolved) -> ConfigurationError:
 def sagemaker_lines(options: Resolved, script: str, arguments: Sequence[str]) -> list[str]:
     """The job as lines of text: the region and profile, the estimator's arguments, and the inputs of ``fit``.
 
+    Secrets are masked.
+
     Raises:
         ConfigurationError: the job is incomplete, or SageMaker cannot pass the script's arguments.
     """
     estimator, inputs = estimator_arguments(options, script, arguments)
     lines = [f"region: {options['region'] or _DEFAULTS['region']}", f"profile: {options['profile'] or 'none'}"]
-    lines += [f"estimator {name}: {json.dumps(value)}" for name, value in estimator.items()]
-    return [*lines, f"inputs: {json.dumps(inputs)}"]
+    lines += [f"estimator {name}: {json.dumps(mask_secrets(value, name))}" for name, value in estimator.items()]
+    return [*lines, f"inputs: {json.dumps(mask_secrets(inputs))}"]
 
 
 def estimator_arguments(

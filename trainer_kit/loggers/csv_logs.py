@@ -64,7 +64,7 @@ class CSVLogger(DirectoryLogger):
         self._flush_every = flush_logs_every_n_steps
         self._waiting: dict[int, dict[str, Any]] = {}
         self._table: _Table | None = None
-        self._step = 0
+        self._step: int | None = None
         self._ended: tuple[Path, int] | None = None  # the last row of an entry point that has returned
 
     @property
@@ -78,7 +78,7 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             metrics: numbers, or tensors of one element.
-            step: the step of the values; None for that of the previous call.
+            step: the step of the values; None for a new row, after the last one.
 
         Raises:
             LogError: a value is not one number, or a metric is called ``step``.
@@ -90,12 +90,18 @@ class CSVLogger(DirectoryLogger):
                 found="its first column has that name",
                 fix="log it under another name, such as 'train/step'",
             )
-        self._step = self._step if step is None else int(step)
         if not values:
             return
+        self._step = self._following() if step is None else int(step)
         self._waiting.setdefault(self._step, {}).update(values)
         if max(self._waiting) - min(self._waiting) + 1 >= self._flush_every:
             self.save()
+
+    def _following(self) -> int:
+        """The step after that of the last call, or of the last row of an earlier run of this version."""
+        if self._step is None:
+            self._step = _Table(self.path).last_step
+        return 0 if self._step is None else self._step + 1
 
     @one_at_a_time
     def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None) -> None:
