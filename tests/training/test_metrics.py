@@ -342,6 +342,20 @@ def test_a_value_that_changes_in_place_later_keeps_its_logged_value(kind):
     assert trainer.rows.of("a_epoch") == [(3, 2.0)]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_a_value_between_two_flushes_keeps_its_dtype(dtype):
+    """A tensor of the default dtype on the CPU is kept as a number, others as tensors."""
+    seen = []
+
+    class Looks(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(self.trainer.callback_metrics["a"])
+
+    value = torch.tensor(7 / 3).to(dtype)
+    fit(Looks(lambda m, v: m.log("a", value)), train=[torch.zeros(1)] * 2, log_every_n_steps=50)
+    assert [(one.dtype, one.item()) for one in seen] == [(dtype, value.item())] * 2
+
+
 def test_nan_is_a_value():
     trainer = fit(Net(lambda m, v: m.log("a", math.nan)))
     assert math.isnan(trainer.callback_metrics["a"])

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
+from itertools import repeat
 from typing import Any, Final, final
 
 import torch
@@ -94,7 +95,7 @@ class Entry:
         self.turn = -1
 
     def copied(self) -> Entry:
-        """A copy that later values do not change."""
+        """A copy; values logged into either one do not reach the other."""
         other = copy(self)
         other.values, other.weights = list(self.values), list(self.weights)
         other.sums = None if self.sums is None else self.sums.clone()
@@ -174,12 +175,6 @@ class Entry:
             entry.metric = modules.get(rest[1]["metric"])
         return entry
 
-    def copy(self) -> Entry:
-        """A copy; values logged into it do not reach this entry."""
-        twin = copy(self)
-        twin.values, twin.weights = list(self.values), list(self.weights)
-        return twin
-
     def adopt(self, restored: Entry) -> None:
         """Take over the values of a checkpoint."""
         self.sums, self.values, self.weights = restored.sums, restored.values, restored.weights
@@ -250,7 +245,7 @@ class Reduced(dict[str, float]):
 
 
 def _stacked(values: Sequence[Any]) -> Tensor:
-    if all(isinstance(v, (int, float)) for v in values):
+    if all(map(isinstance, values, repeat((int, float)))):  # no Python call for each value
         return torch.tensor(values, dtype=torch.float64)
     device = next(v.device for v in values if isinstance(v, Tensor))
     # A copy that waits would be a sync in a step.
