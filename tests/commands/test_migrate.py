@@ -338,6 +338,74 @@ class Loop:
     assert "Accelerator has no 'backwards'" in found[2]
 
 
+def test_what_a_method_makes_is_known_in_the_other_methods(tmp_path: Path) -> None:
+    text = """
+import accelerate
+from lightning import Trainer
+
+class Loop:
+    def run(self):
+        self.accelerator.backwards(self.loss)
+        self.either.backwards(self.loss)
+        return self.trainer.nothing, self.other.nothing
+    def __init__(self):
+        self.accelerator = accelerate.Accelerator()
+        self.trainer = Trainer()
+        self.either = accelerate.Accelerator() if self.one else None
+        self.either = accelerate.Accelerator()
+class Another:
+    def run(self): return self.trainer.nothing
+"""
+    found = [line for line in report_of(text, tmp_path) if line[0].isdigit()]
+    assert [line.partition(":")[0] for line in found] == ["7", "9"]
+    assert "Accelerator has no 'backwards'" in found[0]
+
+
+def test_attributes_that_a_constructor_with_arguments_sets_are_known(tmp_path: Path) -> None:
+    text = """
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+
+class Stop(EarlyStopping):
+    def on_validation_end(self, trainer, pl_module):
+        return self.patience, self.check_finite, self.stopping_threshold, self.monitor_op
+    def load_state_dict(self, state_dict):
+        self.wait_count = state_dict.get("wait_count", 0)
+    def setup(self, trainer, pl_module, stage):
+        trainer.nothing
+"""
+    found = [line for line in report_of(text, tmp_path) if line[0].isdigit()]
+    assert [line.partition(": ")[0] for line in found] == ["6", "10"]
+    assert "nothing defines self.monitor_op" in found[0]
+
+
+def test_a_loader_hook_that_the_project_calls_may_have_parameters(tmp_path: Path) -> None:
+    text = """
+import lightning as L
+
+class Net(L.LightningModule):
+    def predict_dataloader(self, data, size): return data
+    def val_dataloader(self, data): return data
+    def run(self): return self.trainer.predict(self, self.predict_dataloader([], 2))
+"""
+    found = [line for line in report_of(text, tmp_path) if line[0].isdigit()]
+    assert [line.partition(":")[0] for line in found] == ["6"]
+
+
+def test_paths_of_checkpoints_but_no_sentences_and_no_files_of_accelerate_scripts(tmp_path: Path) -> None:
+    text = """
+PACKAGE
+import torch
+
+parser.add_argument("--model", help="a file (.ckpt) or a directory of .ckpt files")
+name = f"mesh.ckpt.{step}.pt"
+path = f"my runs/{name}.ckpt"
+torch.load(checkpoint)
+"""
+    lines = [line for line in report_of(text.replace("PACKAGE", "import lightning"), tmp_path) if line[0].isdigit()]
+    assert [line.partition(":")[0] for line in lines] == ["7", "8"]
+    assert report_of(text.replace("PACKAGE", "import accelerate"), tmp_path) == []
+
+
 def test_modules_without_faults_have_no_findings(tmp_path: Path) -> None:
     (tmp_path / "base.py").write_text(
         "from pytorch_lightning import LightningModule\n"

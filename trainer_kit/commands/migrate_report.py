@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Final, final
 
 import yaml
@@ -33,7 +36,7 @@ from trainer_kit.trainer import Trainer
 
 __all__ = ["Project"]
 
-_FILE: Final = re.compile(r"\.ckpt\b")
+_FILE: Final = re.compile(r"\S*( \S*)?\.ckpt")  # a path, but no sentence that names one
 _CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGNORECASE)
 _PROBES: Final = re.compile(r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$")
 _PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
@@ -207,7 +210,8 @@ class _Reader(ast.NodeVisitor):
         """The variables known to hold a Trainer or an Accelerator, by dotted name."""
         self._own: tuple[tuple[type, ...], bool] = (), False
         """The bases of the class being read, and whether all of them are known."""
-        self._concerned = bool(source.bound)
+        # Scripts for Accelerate name and read files of their own as they like.
+        self._lightning = any(old.partition(".")[0] != "accelerate" for old in source.bound.values())
 
     def _report(self, node: ast.stmt | ast.expr, answer: Answer | None) -> None:
         if answer is not None:
@@ -252,14 +256,31 @@ class _Reader(ast.NodeVisitor):
         outside, types = self._own, self._types
         bases, _ = self._own = self._project.bases(self._source, node)
         if bases:
-            self._concerned = True
+            self._lightning = True
             for member, answer in wrong_members(node.name, bases, node.body):
-                if "is not a hook" not in answer.problem or not self._project.calls(getattr(member, "name", "")):
+                name = getattr(member, "name", "")
+                own = "is not a hook" in answer.problem or name.endswith("_dataloader")
+                if not own or not self._project.calls(name):
                     self._report(member, answer)
             if any(issubclass(base, (TrainModule, DataModule)) for base in bases):
                 self._types = {**types, "self.trainer": Trainer}
+        self._types = {**self._types, **self._held(node)}
         self.generic_visit(node)
         self._own, self._types = outside, types
+
+    def _held(self, node: ast.ClassDef) -> dict[str, type]:
+        """The attributes to which the methods of a class assign a Trainer or an Accelerator, and nothing else."""
+        made: dict[str, set[Any]] = {}
+        for one in (one for one in ast.walk(node) if isinstance(one, ast.Assign)):
+            for target in one.targets:
+                if (name := dotted(target) or "").startswith("self."):
+                    made.setdefault(name, set()).add(self._made_by(one.value))
+        return {name: kinds.pop() for name, kinds in made.items() if len(kinds) == 1 and None not in kinds}
+
+    def _made_by(self, value: ast.expr) -> Any:
+        """`Trainer` or `Accelerator`, if an expression constructs one."""
+        made = self._source.library(value.func) if isinstance(value, ast.Call) else None
+        return made if made in (Trainer, Accelerator) else None
 
     def _visit_scope(self, node: ast.AST) -> None:
         """Read a scope, in which parameters and variables hide names from outside."""
@@ -286,7 +307,7 @@ class _Reader(ast.NodeVisitor):
             self.visit(one)  # outside of the function's scope
         source, types = self._enter(node)
         self._types |= {name: kind for name, kind in own_types.items() if name.startswith("self.")}
-        hook = any(issubclass(base, Callback) for base in self._own[0]) and hasattr(Callback, node.name)
+        hook = any(issubclass(base, Callback) for base in self._own[0]) and _gets_trainer(node.name)
         for place, one in enumerate(parameters):
             annotation = one.annotation
             if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
@@ -306,10 +327,10 @@ class _Reader(ast.NodeVisitor):
 
     def visit_Assign(self, node: ast.Assign) -> None:
         self.visit(node.value)
-        made = self._source.library(node.value.func) if isinstance(node.value, ast.Call) else None
+        made = self._made_by(node.value)
         for target in node.targets:
             name = dotted(target)
-            if name is not None and made in (Trainer, Accelerator):
+            if name is not None and made is not None:
                 self._types[name] = made
             else:
                 self._types.pop(name or "", None)
@@ -353,7 +374,7 @@ class _Reader(ast.NodeVisitor):
         if first != "self" or not bases or not rest or self._project.defines(rest[0]):
             return None, None
         base = bases[0]
-        if hasattr(base, rest[0]) or rest[0] in dir(_made(base)):
+        if hasattr(base, rest[0]) or rest[0] in dir(_made(base)) or rest[0] in _assigned(base):
             return getattr(base, rest[0], None) if len(rest) == 1 else None, None
         if not known_all or stored or hasattr(nn.Module, rest[0]):  # a callback may be a module as well
             return None, None
@@ -373,7 +394,7 @@ class _Reader(ast.NodeVisitor):
             for argument, answer in wrong_arguments(callee, given):
                 line = next(one.value for one in node.keywords if one.arg == argument)
                 self._report(line, answer)
-        if self._concerned and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
+        if self._lightning and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
             self._report(node, _AS_PICKLE)
         first = node.args[0] if node.args else None
         if name is not None and _PROBES.search(name) and isinstance(first, ast.Constant):
@@ -390,7 +411,7 @@ class _Reader(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         if not isinstance(node.value, str):
             return
-        if self._concerned and _FILE.search(node.value):
+        if self._lightning and _FILE.fullmatch(node.value):
             problem = f"{node.value!r}: checkpoints are directories, named without a suffix"
             self._report(node, Answer("checkpoint", problem, _AS_FILE))
         head, _, _ = node.value.partition(".")
@@ -412,3 +433,19 @@ def _made(base: type) -> Any:
         return base() if issubclass(base, (TrainModule, DataModule, Callback)) else base
     except Exception:  # it needs arguments, or a package that is not installed
         return base
+
+
+@cache
+def _gets_trainer(hook: str) -> bool:
+    """Whether a callback's hook of this name gets the Trainer as its first argument."""
+    method = getattr(Callback, hook, None)
+    return inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:2] == ["trainer"]
+
+
+@cache
+def _assigned(base: type) -> frozenset[str]:
+    """The public attributes that the methods of a class and of its bases here assign."""
+    ours = [one for one in base.__mro__ if one.__module__.startswith("trainer_kit.")]
+    nodes = (node for one in ours for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(one)))))
+    stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    return frozenset(node.attr for node in stored if dotted(node) == f"self.{node.attr}" and node.attr[0] != "_")
