@@ -107,6 +107,25 @@ def test_accumulation_is_one_big_batch(steps, clip):
     assert updates == 2 * -(-6 // steps)
 
 
+def test_equal_weights_give_the_mean_over_batches():
+    """``backward(mean, weight=1)``: a short last batch counts as much as a full one."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer, loader = net(), None, DataLoader(TensorDataset(X, Y), batch_size=16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).square().mean(), weight=1)
+            optimizer.step()
+            optimizer.zero_grad()
+    plain = net()
+    sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+    sum((plain(x) - y).square().mean() / 2 for x, y in ((X[:16], Y[:16]), (X[16:22], Y[16:22]))).backward()
+    sgd.step()
+    assert len(X) == 22
+    assert_close(weights(model), weights(plain))
+
+
 def test_tokens_weigh():
     """``backward(sum, weight=tokens)``: the mean over all tokens of the window."""
     counts = [1, 5, 2, 6, 3, 4, 1]

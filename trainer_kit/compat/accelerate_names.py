@@ -139,7 +139,7 @@ _INSTEAD: Final = {
     "load the model in the dtype in which it computes": "attach_layerwise_casting_hooks LayerwiseCastingHook",
     "leave it out: each Accelerator has a state of its own": "SharedDict ThreadLocalSharedDict",
     "LoggerType, which has the names": "LOGGER_TYPE_TO_CLASS get_available_trackers filter_trackers",
-    "ParallelismConfig(cp_size=...)": "DeepSpeedSequenceParallelConfig",
+    "ParallelismConfig(cp_size=...) with accelerator.maybe_context_parallel(...)": "DeepSpeedSequenceParallelConfig",
     "DeepSpeedPlugin(hf_ds_config=...), which has get_value and is_auto": "HfDeepSpeedConfig",
     'leave it out: strategy="xla" reads ahead by itself': "MpDeviceLoaderWrapper",
     "skip_first_batches(loader, n)": "SkipBatchSampler",

@@ -42,7 +42,7 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
         "the main process sends each process a batch of its own: no batch is sliced",
         "leave it out; the loader's collate_fn makes the batches",
     ),
-    "sp_size": ("sequences are not divided by DeepSpeed", "use cp_size"),
+    "sp_size": ("sequences are not divided by DeepSpeed", "use cp_size, and accelerator.maybe_context_parallel(...)"),
     "torch_device_mesh": ("a mesh is made by the Accelerator", "say tp_size alone"),
 }
 """By name of the argument, value or method: the problem and the fix."""
@@ -59,7 +59,7 @@ def refused(name: str, found: str | None = None) -> ConfigurationError:
         >>> print(refused("sp_size", "sp_size=2"))
         sequences are not divided by DeepSpeed
           found: sp_size=2
-          fix:   use cp_size
+          fix:   use cp_size, and accelerator.maybe_context_parallel(...)
     """
     problem, fix = _REFUSED[name]
     return ConfigurationError(problem, found=found, fix=fix)
