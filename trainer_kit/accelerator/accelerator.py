@@ -63,6 +63,7 @@ from trainer_kit.core.display import Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
+from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Accelerator", "forget_newest", "newest"]
 
@@ -196,6 +197,7 @@ class Accelerator:
         megatron_lm_plugin: MegatronLMPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         torch_tp_plugin: TorchTensorParallelPlugin | None = None,
+        strategy: Strategy | None = None,
         deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
         deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None,
         **unknown: Any,
@@ -216,10 +218,7 @@ class Accelerator:
         self.accumulation = made_accumulation(plugin, steps, chosen_steps, self.strategy, self.precision.name)
         self.processes = AcceleratorProcesses(self.environment, self.strategy, debugging)
         self.prepared = Prepared(
-            self.processes,
-            self.strategy,
-            self.precision,
-            self.accumulation,
+            *(self.processes, self.strategy, self.precision, self.accumulation),
             loaders=self.dataloader_config,
             dynamo=self.dynamo_plugin,
             deepspeed_plugins=self.deepspeed_plugins,
