@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 import trainer_kit as tk
-from trainer_kit.strategies import DDPStrategy
+from trainer_kit.strategies import DDPStrategy, FSDPStrategy
 
 
 def data(count=64):
@@ -88,7 +88,7 @@ class WrongDivisor(DDPStrategy):
         super().forward_backward(micro)
 
 
-class Untied(DDPStrategy):
+class Untied(FSDPStrategy):
     def prepare_module(self, module, manual, precision):
         module.head.weight = nn.Parameter(module.embed.weight.detach().clone())
         super().prepare_module(module, manual, precision)
