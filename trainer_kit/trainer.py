@@ -19,6 +19,7 @@ from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
 from trainer_kit.core.arguments import as_list, known_arguments, refuse_unknown
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
@@ -42,6 +43,7 @@ from trainer_kit.training.settings import check_switches, make_settings, plain_a
 from trainer_kit.training.watched import watched_evaluation, watched_fit
 
 if TYPE_CHECKING:
+    from trainer_kit.planning.plan import Plan
     from trainer_kit.planning.verify import Verification
 
 __all__ = ["Trainer"]
@@ -452,6 +454,70 @@ class Trainer(Session):
                 fix=did_you_mean(str(format), ["text", "svg"]),
             )
         return (explain if format == "text" else draw)(self, model, train_dataloaders, datamodule)
+
+    def plan(
+        self,
+        model: Any,
+        train_dataloaders: Any = None,
+        datamodule: Any = None,
+        *,
+        world: int | Sequence[int],
+        device: str | None = None,
+        max_memory: int | str | None = None,
+        strategies: Sequence[str] = (),
+        precisions: Sequence[str] = (),
+        global_batch_size: int | None = None,
+        price: float | None = None,
+    ) -> Plan:
+        """Estimate which configurations fit into a device's memory and how fast they are, without the devices.
+
+        Steps of the module run on tensors without storage, under each strategy and an imagined process group. This
+        returns the result: ``print(trainer.plan(...))`` shows it as a table.
+
+        Args:
+            model: the module, which may be on the meta device.
+            train_dataloaders: their first batch gives the shapes; by default those of the datamodule or the module.
+            datamodule: has the loaders.
+            world: the number of ranks, or several.
+            device: a word such as ``"h200"``; ``"cpu"``: this machine. None: this machine's accelerator, or its CPU.
+            max_memory: bytes or ``"60GB"`` that a rank may use; None: nine tenths of the device's memory.
+            strategies: words; by default those that make sense for the module and the number of ranks.
+            precisions: words; by default this Trainer's, and mixed precision.
+            global_batch_size: samples of a step; by default as in this Trainer and its loader.
+            price: of a device for an hour; adds the cost of a million samples, or tokens where ``loss_weight`` counts
+                them.
+
+        Raises:
+            ConfigurationError: an argument is wrong, or there are no training data.
+
+        Example:
+            >>> import torch
+            >>> from trainer_kit.testing import TinyModule
+            >>> plan = Trainer(barebones=True).plan(TinyModule(), [torch.randn(4, 32)], world=2, device="h200",
+            ...                                     strategies=["fsdp"], precisions=["32-true"])
+            >>> print(plan.trainer_line(plan.best()))
+            Trainer(strategy="fsdp", devices=2, precision="32-true", global_batch_size=4)
+        """
+        from trainer_kit.checkpoint.files import in_bytes
+        from trainer_kit.planning.estimate import Assumptions
+        from trainer_kit.planning.planner import plan_fit
+
+        if isinstance(train_dataloaders, DataModule):
+            train_dataloaders, datamodule = None, train_dataloaders
+        return plan_fit(
+            self,
+            model,
+            train_dataloaders,
+            datamodule,
+            world=world,
+            device=device,
+            max_memory=None if max_memory is None else in_bytes(max_memory, "max_memory"),
+            strategies=strategies,
+            precisions=precisions,
+            global_batch=global_batch_size,
+            assumptions=Assumptions(price=price),
+            say=self.say,
+        )
 
     def verify(
         self,

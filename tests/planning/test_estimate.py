@@ -50,6 +50,12 @@ def test_each_part_is_what_the_data_sheet_promises():
     assert seconds(flops=0, host=64 * 10**9) == pytest.approx(2), "to the host and back"
 
 
+def test_hybrid_sharding_gathers_inside_a_machine_and_reduces_between_machines():
+    given = {"flops": 0, "strategy": "hsdp8", "world": 32}
+    assert seconds(traffic=traffic("all_gather", 450 * 10**9), **given) == pytest.approx(7 / 8)
+    assert seconds(traffic=traffic("all_reduce", 50 * 10**9), **given) == pytest.approx(6 / 4)
+
+
 def test_data_collectives_hide_behind_products_and_others_do_not():
     size = 45 * 10**9
     assert seconds(traffic=traffic("all_gather", size)) == seconds()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from torch import nn
@@ -135,6 +136,19 @@ def test_reasons_name_what_takes_the_memory():
         "needs 210 GB with one sample, most of it activations: 200 GB",
         "needs 60 GB with one sample, most of it activations: 50 GB",
     }
+
+
+def test_what_cannot_be_measured_is_not_ranked():
+    whole = Memory()
+
+    def calculated(candidate):
+        return replace(whole(candidate), exact=False, flops=0, traffic=(), notes=("the step reads values",))
+
+    rows = search(question(strategies=("fsdp", "ddp")), nn.Linear(1, 1), calculated)
+    assert all(row.estimate is None for row in rows)
+    reason = "weights, gradients and optimizer state are 37 GB, the rest is unknown: the step reads values"
+    assert [row.reason for row in rows][:1] == [reason]
+    assert len(rows) == 2, "neither checkpointing nor offload makes it known"
 
 
 def test_strategies_follow_from_the_world_and_the_module():

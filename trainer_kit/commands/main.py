@@ -13,6 +13,7 @@ from trainer_kit.commands.doctor import doctor, env
 from trainer_kit.commands.estimate_memory import estimate_memory
 from trainer_kit.commands.launch import explain, launch
 from trainer_kit.commands.migrate import migrate
+from trainer_kit.commands.plan import plan
 from trainer_kit.commands.report import report
 from trainer_kit.commands.to_fsdp2 import to_fsdp2
 from trainer_kit.commands.tpu_config import tpu_config
@@ -52,6 +53,7 @@ for _command in (
     launch,
     merge_weights,
     migrate,
+    plan,
     report,
     to_fsdp2,
     tpu_config,

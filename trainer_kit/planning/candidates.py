@@ -23,13 +23,15 @@ _OFFLOADS: Final = {
     "deepspeed_stage_3": "deepspeed_stage_3_offload",
 }
 """For each word, that of the same strategy with state in host memory."""
-_SIZED: Final = re.compile(r"(tp|pp|cp)(\d+)")
+_SIZED: Final = re.compile(r"(tp|pp|cp|hsdp)(\d+)")
 _AXES: Final = {"pp": "pipeline", "tp": "tensor", "cp": "context"}
 """The names of a mesh's axes; all others are ``"data"``."""
 
 
 def strategy_for(candidate: Candidate) -> Strategy:
     """Make the strategy of a candidate; ``"tp2"`` is a mesh with ``tp=2``, whose other ranks shard data and weights.
+
+    ``"hsdp8"`` shards over 8 ranks, and replicates these shards.
 
     Raises:
         StrategyError: an unknown word, sizes that do not divide the ranks, or offload where the strategy has none.
@@ -49,7 +51,16 @@ def strategy_for(candidate: Candidate) -> Strategy:
         word = _OFFLOADS[word]
     made: Any = word
     sized = _SIZED.fullmatch(word)
-    if sized is not None:
+    if sized is not None and sized[1] == "hsdp":
+        shards = int(sized[2])
+        if candidate.world % shards:
+            raise StrategyError(
+                "shards of equal size need a multiple of ranks", found=f"{word}, {candidate.world} ranks"
+            )
+        made = STRATEGIES.get("hsdp")(
+            "cpu", sharding_strategy="HYBRID_SHARD", device_mesh=(candidate.world // shards, shards)
+        )
+    elif sized is not None:
         made = STRATEGIES.get("mesh")("cpu", dp_shard=-1, **{sized[1]: int(sized[2])})
     strategy, _, _ = choose_strategy(made, "cpu", candidate.world, 1, Environment())
     return strategy

@@ -13,7 +13,8 @@ from trainer_kit.planning.records import Candidate, Measured, Traffic
 __all__ = ["Assumptions", "Estimate", "estimate_step", "inner_ranks"]
 
 _INNER: Final = re.compile(r"(?:tp|pp|cp)(\d+)")
-_HIDDEN: Final = ("data", "dp_shard", "dp_replicate", "world")
+_HYBRID: Final = re.compile(r"hsdp(\d+)")
+_HIDDEN: Final = ("data", "world")
 """Axes whose collectives overlap with computation; others wait for what they exchange."""
 _PASSES: Final = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0}
 """How often the bytes of a collective cross a link of a ring, times (n - 1) / n; of others: once."""
@@ -157,8 +158,11 @@ def _seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
         ranks, span = candidate.world // inner, candidate.world
     else:
         ranks, span = max(inner, 2), inner
-    if traffic.axis == "dp_shard" and candidate.strategy == "hsdp":
-        ranks = span = min(device.group, candidate.world)
+    hybrid = _HYBRID.fullmatch(candidate.strategy)
+    if hybrid is not None and traffic.kind == "all_reduce":  # of the shards' gradients, between machines
+        ranks = candidate.world // int(hybrid[1])
+    elif hybrid is not None:
+        ranks = span = int(hybrid[1])
     bandwidth = (device.link if span <= device.group else device.network) * 1e9
     passes = _PASSES.get(traffic.kind)
     crossed = traffic.bytes if passes is None else traffic.bytes * passes * (ranks - 1) / max(1, ranks)

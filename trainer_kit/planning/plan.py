@@ -23,8 +23,8 @@ __all__ = ["LIMITS", "Plan"]
 LIMITS: Final = (
     "Memory is that of tensors. Fragmentation of the allocator, workspaces of kernels and the context of the device "
     "come on top: the reserve is for them.",
-    "Shapes are those of the first batch. Longer sequences need more; a module whose shapes depend on values is "
-    "calculated from weights, gradients and optimizer state only, and is marked with *.",
+    "Shapes are those of the first batch; longer sequences need more. Where shapes depend on values, only weights, "
+    "gradients and optimizer state are calculated, and the configuration is not ranked.",
     "Times are estimates from data sheets, to compare configurations. Data loading, validation and checkpoints are "
     "not in them.",
 )
@@ -146,7 +146,9 @@ def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
     machines = _machines(candidate, question)
     word = repr("fsdp_cpu_offload" if candidate.offload and candidate.strategy == "fsdp" else candidate.strategy)
     axis, size = candidate.strategy[:2], candidate.strategy[2:]
-    if inner_ranks(candidate) > 1:
+    if candidate.strategy.startswith("hsdp"):  # which shards within a machine
+        word = repr("hsdp")
+    elif inner_ranks(candidate) > 1:
         word = f"MeshStrategy(dp_shard=-1, {axis}={size})"
     found = {"strategy": word.replace("'", '"'), "devices": str(candidate.world // machines)}
     if machines > 1:
@@ -179,7 +181,7 @@ def _text(plan: Plan) -> str:
             lines += _wrapped(f"{words}, {' and '.join(precisions)}: {reason}", "  -  ", "     ")
         best = plan.best(world)
         if best is None:
-            lines.append("  nothing fits")
+            lines.append("  nothing is known to fit")
         else:
             lines += [
                 "",
@@ -233,7 +235,7 @@ def _cells(place: int, row: Row, plan: Plan) -> list[str]:
         f"{candidate.micro_batch} x {candidate.accumulate}",
         "yes" if candidate.activation_checkpointing else "no",
         "yes" if candidate.offload else "no",
-        in_units(measured.peak) + ("" if measured.exact else "*"),
+        in_units(measured.peak),
         _time(estimate.seconds),
         f"{estimate.mfu:.0%}",
         f"{speed:,.4g}" if speed < 1000 else f"{speed:,.0f}",
@@ -281,7 +283,7 @@ def _page(plan: Plan) -> str:
 def _section(plan: Plan, world: int) -> str:
     rows = [row for row in plan.rows if row.candidate.world == world]
     best = plan.best(world)
-    lines = "Nothing fits." if best is None else f"{plan.trainer_line(best)}\n{plan.command(best)}"
+    lines = "Nothing is known to fit." if best is None else f"{plan.trainer_line(best)}\n{plan.command(best)}"
     peaks = [row.measured.peak for row in rows if row.measured is not None]
     scale = max([plan.question.limit * 1.05, *peaks]) if peaks else 1.0
     # One row far beyond the limit would leave no room for the others.

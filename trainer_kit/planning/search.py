@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, final
 
 from lightning_utilities.core.overrides import is_overridden
@@ -94,16 +95,17 @@ def search(question: Question, module: nn.Module, measure: _Measure, say: Callab
             for precision in question.precisions
             for row in found.rows(strategy, precision, world)
         ]
-        own.sort(key=_rank)
+        own.sort(key=partial(_rank, question.precisions))
         rows += own
     return rows
 
 
-def _rank(row: Row) -> tuple[bool, float, int]:
-    """Fast ones first; of equally fast ones that which needs less memory. Those that do not fit keep their order."""
+def _rank(precisions: Sequence[str], row: Row) -> tuple[bool, float, int, int]:
+    """Fast ones first; of equally fast ones the script's precision, then that which needs less memory."""
     if row.estimate is None or row.measured is None:
-        return True, 0.0, 0
-    return False, -float(f"{row.estimate.samples_per_second:.4g}"), row.measured.peak
+        return True, 0.0, 0, 0  # in the order in which they were tried
+    speed = float(f"{row.estimate.samples_per_second:.3g}")
+    return False, -speed, precisions.index(row.candidate.precision), row.measured.peak
 
 
 def _strategies(module: nn.Module, world: int, device: Device) -> Iterator[str]:
@@ -112,7 +114,7 @@ def _strategies(module: nn.Module, world: int, device: Device) -> Iterator[str]:
         return
     yield from ("ddp", "fsdp")
     if world > device.group and world % device.group == 0:
-        yield "hsdp"
+        yield f"hsdp{device.group}"
     if is_overridden("configure_parallel", module, TrainModule):
         for axis in ("tp", "pp"):
             yield from (f"{axis}{size}" for size in (2, 4, 8) if size <= device.group and world % size == 0)
@@ -133,7 +135,7 @@ class _Search:
             return
         plain = self._row(first)
         yield plain
-        if plain.measured is None:
+        if plain.measured is None or not plain.measured.exact:
             return
         whole = plain.estimate is not None and plain.candidate.accumulate == 1
         saving = plain
@@ -152,6 +154,10 @@ class _Search:
         candidate = measured.candidate
         if measured.peak > self.question.limit:
             return Row(candidate=candidate, measured=measured, estimate=None, reason=self._why_not(measured))
+        if not measured.exact:
+            state, notes = in_units(measured.peak), "; ".join(measured.notes)
+            reason = f"weights, gradients and optimizer state are {state}, the rest is unknown: {notes}"
+            return Row(candidate=candidate, measured=measured, estimate=None, reason=reason)
         if not candidate.activation_checkpointing:
             key = (candidate.strategy, candidate.precision, candidate.world)
             self._flops[key] = measured.flops / (candidate.micro_batch * candidate.accumulate)

@@ -63,6 +63,7 @@ __all__ = [
     "reload_loaders",
     "trainable_in_eval",
     "training_bytes",
+    "whole_copies_fit",
 ]
 
 
@@ -608,10 +609,20 @@ def choose_by_memory(trainer: Session, module: nn.Module, stage: str, world: Any
     needed = training_bytes(module, trainer.precision_plugin.name, stage == "fit")
     what = "training state (as with Adam)" if stage == "fit" else "weights"
     numbers = f"{in_units(needed)} of {what}, and a rank has {in_units(memory or None)} of memory"
-    if other is None or not memory or needed <= _SHARE * memory:
+    if other is None or not memory or whole_copies_fit(needed, memory):
         return strategy, f"{strategy.name}: whole copies fit, {numbers}"
     other.device = strategy.device
     return other, f"{other.name}: whole copies do not fit, {numbers} ({1 - _SHARE:.0%} of it for activations)"
+
+
+def whole_copies_fit(needed: int, memory: int) -> bool:
+    """Whether weights, gradients and optimizer state leave enough of a rank's memory for activations.
+
+    Example:
+        >>> whole_copies_fit(800, 1000), whole_copies_fit(801, 1000)
+        (True, False)
+    """
+    return needed <= _SHARE * memory
 
 
 def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:

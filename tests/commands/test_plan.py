@@ -1,0 +1,83 @@
+"""``trainer-kit plan``: from a script to the lines that start it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from trainer_kit.commands.main import main
+
+SCRIPT = """
+import argparse, torch, trainer_kit as tk
+from torch.utils.data import DataLoader
+
+class Net(tk.TrainModule):
+    def __init__(self, width):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(4)))
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=64)
+width = parser.parse_args().width
+print("the script begins")
+trainer = tk.Trainer(accelerator="gpu", devices=8, num_nodes=2, precision="bf16-mixed", logger="wandb")
+trainer.fit(Net(width), DataLoader(torch.randn(64, width), batch_size=4))
+raise SystemExit("the fit must not run")
+"""
+
+
+@pytest.fixture(autouse=True)
+def script(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(SCRIPT, encoding="utf-8")
+
+
+def run(*words):
+    return CliRunner().invoke(main, ["plan", "train.py", *words])
+
+
+def test_a_script_becomes_a_table_a_page_and_json():
+    done = run("--world", "16", "--device", "h200", "--html", "plan.html", "--", "--width", "128")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("H200: 64 samples a step, at most 127 GB for a rank\n\n16 ranks\n")
+    assert "the script begins" in done.stderr, "what the script prints is no part of the answer"
+    assert 'devices=8, num_nodes=2, precision="bf16-mixed", global_batch_size=64)' in done.stdout
+    assert "--machine_rank RANK --main_process_ip HOST train.py --width 128\n" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    assert "<title>Plan for H200</title>" in Path("plan.html").read_text(encoding="utf-8")
+    made = json.loads(run("--world", "16", "--device", "h200", "--strategy", "fsdp", "--json").stdout)
+    assert {row["strategy"] for row in made["rows"]} == {"fsdp"}
+    assert made["rows"][0]["traffic"][0]["bytes"] > 0
+
+
+def test_memory_depends_on_the_scripts_arguments_and_nothing_fits_exits_with_1():
+    words = ("--world", "1", "--device", "h200", "--max-memory", "1MB")
+    assert run(*words).exit_code == 0
+    done = run(*words, "--", "--width", "512")
+    assert done.exit_code == 1
+    assert "nothing is known to fit" in done.stdout
+    assert "single_device, bf16-mixed: needs" in done.stdout
+
+
+def test_wrong_calls_exit_with_2():
+    for words, text in (
+        (("--world", "many", "--device", "h200"), "numbers of ranks, such as 8,64"),
+        (("--world", "2", "--device", "h900"), "no data sheet of this device is known"),
+        (("--world", "2", "--device", "h200", "--max-memory", "lots"), "--max-memory is a number of bytes"),
+        (("--world", "2", "--device", "h200", "--", "--height", "1"), "calls no Trainer.fit"),
+        (("--device", "h200"), "Missing option '--world'"),
+    ):
+        done = run(*words)
+        assert done.exit_code == 2, done.output
+        assert text in done.output

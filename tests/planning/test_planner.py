@@ -1,0 +1,204 @@
+"""Plans of real modules: what is measured decides, and the lines of the best are those of a run that works."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import trainer_kit as tk
+from trainer_kit import Trainer
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.planning.planner import plan_fit
+
+
+class Net(tk.TrainModule):
+    def __init__(self, width=256, layers=4):
+        super().__init__()
+        sizes = (width, 4 * width)
+        blocks = (nn.Sequential(nn.Linear(*sizes), nn.GELU(), nn.Linear(*sizes[::-1])) for _ in range(layers))
+        self.layers = nn.Sequential(*blocks)
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def loader(samples=256, batch_size=64, width=256):
+    return DataLoader(TensorDataset(torch.randn(samples, width)), batch_size=batch_size)
+
+
+def trainer(**given):
+    return Trainer(barebones=True, accelerator="cpu", devices=1, **given)
+
+
+@pytest.mark.slow
+def test_the_smallest_limit_chooses_between_copies_and_shards():
+    module = Net()
+    held = 16 * sum(parameter.numel() for parameter in module.parameters())
+    options = {"world": 4, "device": "h100", "precisions": ["32-true"], "global_batch_size": 64}
+    large = trainer().plan(module, loader(), max_memory=4 * held, **options)
+    assert {row.candidate.strategy for row in large.rows if row.estimate} == {"ddp", "fsdp"}
+    small = trainer().plan(module, loader(), max_memory=held * 3 // 4, **options)
+    assert {row.candidate.strategy for row in small.rows if row.estimate} == {"fsdp"}
+    ddp = next(row for row in small.rows if row.candidate.strategy == "ddp")
+    assert "of which weights, gradients and optimizer state are" in ddp.reason
+    assert ddp.measured.peak >= held
+    assert small.trainer_line(small.best()).startswith('Trainer(strategy="fsdp", devices=4, precision="32-true", ')
+    assert 'strategy="auto" takes ddp' in str(small), "the whole device has room for copies"
+
+
+@pytest.mark.slow
+def test_micro_batches_shrink_until_they_fit_and_the_line_keeps_the_samples():
+    module = Net(width=64, layers=8)
+    options = {"world": 1, "device": "h100", "precisions": ["32-true"]}
+    wide = loader(1024, 512, width=64)
+    whole = trainer().plan(module, wide, **options).best()
+    assert (whole.candidate.micro_batch, whole.candidate.accumulate) == (512, 1)
+    plan = trainer().plan(module, wide, max_memory=whole.measured.peak // 2, **options)
+    plain = next(row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing)
+    candidate = plain.candidate
+    assert 1 < candidate.micro_batch < 512
+    assert candidate.micro_batch * candidate.accumulate == 512
+    assert plain.measured.peak <= whole.measured.peak // 2
+    assert plain.measured.flops == whole.measured.flops, "a step has the same products"
+    taken = eval(plan.trainer_line(plain), {"Trainer": lambda **given: given})
+    run = trainer(max_steps=2, **{key: taken[key] for key in ("accumulate_grad_batches", "global_batch_size")})
+    run.fit(module, wide)
+    assert run.train_batch_samples == candidate.micro_batch
+
+
+@pytest.mark.slow
+def test_activation_checkpointing_is_found_where_it_is_needed():
+    module = Net(width=64, layers=16)
+    options = {"world": 1, "device": "h100", "precisions": ["32-true"]}
+    wide = loader(1024, 512, width=64)
+    whole = trainer().plan(module, wide, **options).best()
+    plan = trainer().plan(module, wide, max_memory=whole.measured.peak // 2, **options)
+    saving = next(row for row in plan.rows if row.estimate and row.candidate.activation_checkpointing)
+    plain = next(row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing)
+    assert saving.candidate.micro_batch > plain.candidate.micro_batch
+    assert saving.measured.flops > plain.measured.flops
+    assert saving.estimate.mfu < plain.estimate.mfu, "recomputed products are no useful work"
+    assert "activation_checkpointing=True" in plan.trainer_line(saving)
+
+
+def test_hybrid_shards_are_those_of_a_machine():
+    plan = trainer().plan(Net(), loader(), world=16, device="h100", precisions=["32-true"], global_batch_size=64)
+    rows = {row.candidate.strategy: row for row in plan.rows}
+    assert set(rows) == {"ddp", "fsdp", "hsdp8"}
+    held = {word: row.measured.memory[0]["parameters"] for word, row in rows.items()}
+    assert held["fsdp"] * 2 == pytest.approx(held["hsdp8"], rel=0.05)
+    assert held["hsdp8"] * 8 == pytest.approx(held["ddp"], rel=0.05)
+    assert {one.kind for one in rows["hsdp8"].measured.traffic} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    line = plan.trainer_line(rows["hsdp8"])
+    assert line == 'Trainer(strategy="hsdp", devices=8, num_nodes=2, precision="32-true", global_batch_size=64)'
+
+
+def test_a_plan_changes_neither_module_nor_random_numbers_nor_trainer():
+    module, own, data = Net(), trainer(max_epochs=1), loader()
+    before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    random = torch.random.get_rng_state()
+    own.plan(module, data, world=2, device="h100", strategies=["fsdp"])
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
+    assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in module.parameters())
+    assert own.global_step == 0
+    assert not torch.distributed.is_initialized()
+    own.fit(module, loader(samples=64))
+
+
+def test_samples_of_a_step_come_from_the_trainer_the_loader_or_the_call():
+    def samples(own, arguments=None, **given):
+        return plan_fit(
+            own, Net(), loader(), world=1, device="t4", precisions=("32-true",), arguments=arguments, **given
+        )
+
+    assert samples(trainer()).question.global_batch == 64
+    assert samples(trainer(accumulate_grad_batches=2)).question.global_batch == 128
+    assert samples(trainer(global_batch_size=96)).question.global_batch == 96
+    script = samples(trainer(), {"devices": "8", "num_nodes": 2})
+    assert script.question.global_batch == 64 * 16
+    assert "64 of the loader x 16 ranks x 1 accumulated" in str(script)
+    assert samples(trainer(), {"devices": [0, 1]}).question.global_batch == 128
+    assert "as devices='auto' gives no number" in " ".join(str(samples(trainer(), {"devices": "auto"})).split())
+    assert samples(trainer(), global_batch=32).question.global_batch == 32
+
+
+def test_tokens_are_counted_where_the_loss_weight_counts_them():
+    class Words(Net):
+        def loss_weight(self, batch):
+            return batch[0].numel()
+
+    plan = trainer().plan(Words(), loader(), world=1, device="h100", precisions=["bf16-mixed"], price=3)
+    row = plan.best()
+    assert row.estimate.tokens_per_second == pytest.approx(256 * row.estimate.samples_per_second)
+    assert row.estimate.cost == pytest.approx(3 / 3600 / row.estimate.tokens_per_second * 1e6)
+    assert "256 tokens a sample" in str(plan)
+    assert "tokens/s  cost/1M" in str(plan)
+
+
+def test_precisions_are_the_trainers_and_the_mixed_one_of_the_device():
+    def precisions(own, device, **given):
+        options = {"world": 1, "device": device, "max_memory": 1, **given}
+        return list(
+            dict.fromkeys(row.candidate.precision for row in own.plan(Net(32, 2), loader(width=32), **options).rows)
+        )
+
+    assert precisions(trainer(), "h100") == ["32-true", "bf16-mixed"]
+    assert precisions(trainer(), "t4") == ["32-true", "16-mixed"]
+    assert precisions(trainer(precision="bf16-true"), "h100") == ["bf16-true"]
+    assert precisions(trainer(), "h100", precisions=["bf16-true"]) == ["bf16-true"]
+
+
+def test_a_datamodule_a_dict_of_loaders_and_this_machine():
+    class Data(tk.DataModule):
+        def setup(self, stage):
+            self.ready = stage
+
+        def train_dataloader(self):
+            assert self.ready == "fit"
+            return loader()
+
+    plan = trainer().plan(Net(), Data(), world=1, device="cpu", precisions=["32-true"])
+    assert plan.best().candidate.micro_batch == 64
+    assert plan.question.device.bandwidth > 0.1
+    assert "rates were measured here" in str(plan)
+
+    class Both(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+
+    both = trainer().plan(Both(), {"a": loader(), "b": loader()}, world=1, device="h100", precisions=["32-true"])
+    assert both.best().measured.flops == pytest.approx(2 * plan.best().measured.flops, rel=0.01)
+
+
+def test_wrong_calls_are_answered_in_words():
+    for given, text in (
+        ({"world": 0}, "a world has one rank or more"),
+        ({"world": []}, "a world has one rank or more"),
+        ({"world": 2, "device": "h900"}, "no data sheet"),
+        ({"world": 2, "max_memory": "much"}, "max_memory is a number of bytes"),
+        ({"world": 2, "price": -1}, "not negative"),
+        ({"world": 2, "global_batch_size": 0}, "samples of a step"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            trainer().plan(Net(), loader(), **{"device": "h100", **given})
+    with pytest.raises(ConfigurationError, match="no training data"):
+        trainer().plan(Net(), world=1, device="h100")
+    with pytest.raises(ConfigurationError, match="has no batch"):
+        trainer().plan(Net(), [], world=1, device="h100")
+
+
+def test_progress_is_printed_for_long_searches_only(monkeypatch):
+    lines = []
+    options = {"world": 1, "device": "h100", "precisions": ("32-true",), "say": lines.append}
+    monkeypatch.setattr("trainer_kit.planning.planner._QUIET", 1e9)
+    plan_fit(trainer(), Net(), loader(), **options)
+    assert lines == []
+    monkeypatch.setattr("trainer_kit.planning.planner._QUIET", -1)
+    plan_fit(trainer(), Net(), loader(), **options)
+    assert [line.partition(":")[0] for line in lines] == ["single_device, 32-true, 1 rank, micro-batch 64"]

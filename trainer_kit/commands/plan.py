@@ -1,0 +1,95 @@
+"""``trainer-kit plan``: which strategy, whether it fits, and how fast it would be."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from trainer_kit.commands.terminal import FilePath
+
+__all__ = ["plan"]
+
+
+def _numbers(context: click.Context, option: click.Parameter, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"numbers of ranks, such as 8,64, and not {text!r}") from None
+
+
+@click.command("plan")
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.option("--world", required=True, callback=_numbers, help="Numbers of ranks: 8,64,512.")
+@click.option("--device", help="h200, h100, a100-80, ..., or cpu: this machine. By default this machine's accelerator.")
+@click.option("--max-memory", help="Memory that a rank may use: 60GB. By default nine tenths of the device's.")
+@click.option("--strategy", "strategies", multiple=True, help="Only this one; several times for several.")
+@click.option("--precision", "precisions", multiple=True, help="By default the script's, and mixed precision.")
+@click.option("--global-batch", type=click.IntRange(min=1), help="Samples of a step. By default the script's.")
+@click.option("--price", type=click.FloatRange(min=0), help="Of a device for an hour; adds the cost.")
+@click.option(
+    "--efficiency",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=0.5,
+    show_default=True,
+    help="Share of the peak that products are assumed to reach.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--html", type=FilePath(dir_okay=False, path_type=Path), help="Write a page with a bar for each rank.")
+def plan(
+    script: str,
+    arguments: tuple[str, ...],
+    world: tuple[int, ...],
+    device: str | None,
+    max_memory: str | None,
+    strategies: tuple[str, ...],
+    precisions: tuple[str, ...],
+    global_batch: int | None,
+    price: float | None,
+    efficiency: float,
+    as_json: bool,
+    html: Path | None,
+) -> None:
+    """Find the configurations in which SCRIPT fits, without the devices, and print the lines that start the best.
+
+    SCRIPT runs up to its first fit, with the ARGUMENTS after "--" and without memory for weights. Steps of its module
+    then run on tensors without storage, under each strategy. Exits with 1 if nothing fits.
+    """
+    from trainer_kit.checkpoint.files import in_bytes
+    from trainer_kit.core.device_table import find_device
+    from trainer_kit.planning.estimate import Assumptions
+    from trainer_kit.planning.planner import plan_fit
+    from trainer_kit.planning.script import captured_fit
+    from trainer_kit.trainer import Trainer
+
+    if device not in (None, "cpu"):
+        find_device(device)  # a wrong word is an error before the script runs
+    limit = None if max_memory is None else in_bytes(max_memory, "--max-memory")
+    with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the answer
+        fit = captured_fit(script, arguments, trainer_class=Trainer, empty_weights=True)
+        found = plan_fit(
+            fit.trainer,
+            fit.module,
+            fit.train_dataloaders,
+            fit.datamodule,
+            world=world,
+            device=device,
+            max_memory=limit,
+            strategies=strategies,
+            precisions=precisions,
+            global_batch=global_batch,
+            assumptions=Assumptions(price=price, efficiency=efficiency),
+            arguments=fit.arguments,
+            script=shlex.join([script, *arguments]),
+            say=lambda text: click.echo(text, err=True),
+        )
+    if html is not None:
+        found.to_html(html)
+        click.echo(f"wrote {html}", err=True)
+    click.echo(found.to_json() if as_json else str(found))
+    if found.best() is None:
+        sys.exit(1)

@@ -1,0 +1,241 @@
+"""Plan a fit: its first batch, its global batch, the device, and the search."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from lightning_utilities.core.overrides import is_overridden
+from torch import nn
+
+from trainer_kit.core.device_table import Device, device_peak, find_device, known_devices
+from trainer_kit.core.devices import device_memory
+from trainer_kit.core.display import in_units
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
+from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data import CombinedLoader, is_tree
+from trainer_kit.data.sizes import batch_size_of
+from trainer_kit.planning.estimate import Assumptions
+from trainer_kit.planning.measure import measure
+from trainer_kit.planning.plan import Plan
+from trainer_kit.planning.records import Candidate, Measured
+from trainer_kit.planning.search import Question, search
+from trainer_kit.training.compose import training_bytes, whole_copies_fit
+from trainer_kit.training.explain import prepare
+from trainer_kit.training.loaders import find_loaders
+from trainer_kit.training.session import Session, nothing
+
+__all__ = ["plan_fit"]
+
+_RESERVE: Final = 0.1
+"""The share of a device's memory that is left free."""
+_QUIET: Final = 2.0
+"""Seconds without a line about progress."""
+
+
+def plan_fit(
+    trainer: Session,
+    module: Any,
+    loaders: Any = None,
+    datamodule: Any = None,
+    *,
+    world: int | Sequence[int],
+    device: str | None = None,
+    max_memory: int | None = None,
+    strategies: Sequence[str] = (),
+    precisions: Sequence[str] = (),
+    global_batch: int | None = None,
+    assumptions: Assumptions | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    script: str = "",
+    say: Callable[[str], None] = nothing,
+) -> Plan:
+    """Plan a fit; see `Trainer.plan`.
+
+    Args:
+        trainer: the Trainer of the fit.
+        module: its module.
+        loaders: its training loaders.
+        datamodule: has the loaders.
+        world: the numbers of ranks.
+        device: a word of the device table; ``"cpu"``: this machine; None: this machine's accelerator, else its CPU.
+        max_memory: bytes that a rank may use; None: the device's memory without a reserve.
+        strategies: words; empty: those that make sense.
+        precisions: words; empty: the Trainer's, and mixed precision.
+        global_batch: samples of a step; None: as in the Trainer and the loaders.
+        assumptions: of the estimates.
+        arguments: what a captured script passed to its Trainer, which is made on one process.
+        script: the command line of the script.
+        say: is called with lines about the progress.
+    """
+    began = time.monotonic()
+    worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
+    if not worlds or worlds[0] < 1:
+        raise ConfigurationError("a world has one rank or more", found=f"world={world!r}", fix="world=[8, 64]")
+    if global_batch is not None and global_batch < 1:
+        raise ConfigurationError("samples of a step are one or more", found=str(global_batch))
+    given: Mapping[str, Any] = trainer.arguments if arguments is None else arguments
+    with preserved_rng(torch.device("cpu")):
+        prepare(trainer, module, datamodule)
+        batch, size = _first_batch(find_loaders("fit", loaders, module, datamodule))
+    notes: list[str] = []
+    samples = _global_batch(trainer, given, size, notes) if global_batch is None else global_batch
+    row, name = _device(device, worlds, notes)
+    limit = int(row.memory * 1e9 * (1 - _RESERVE)) if max_memory is None else max_memory
+    kept = f"{1 - _RESERVE:.0%} of {row.memory:g} GB" if max_memory is None else "given"
+    notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({kept})")
+    chosen = tuple(precisions) or _precisions(given, row, notes)
+    if worlds[-1] > 1:
+        notes.append(_auto(module, chosen[0], row))
+    taken = _with_tokens(assumptions or Assumptions(), module, batch)
+    notes += _estimate_notes(row, taken, chosen)
+    question = Question(
+        device=row,
+        worlds=worlds,
+        global_batch=samples,
+        limit=limit,
+        strategies=tuple(strategies),
+        precisions=chosen,
+        assumptions=taken,
+    )
+
+    def tell(text: str) -> None:
+        if time.monotonic() - began > _QUIET:
+            say(text)
+
+    def measured(candidate: Candidate) -> Measured:
+        return measure(module, batch, candidate, trainer=trainer, accelerator="cpu" if name == "cpu" else "cuda")
+
+    rows = search(question, module, measured, tell)
+    return Plan(question=question, rows=rows, device=name, script=script, notes=notes, seconds=time.monotonic() - began)
+
+
+def _first_batch(loaders: Any) -> tuple[Any, int]:
+    """The first batch, and the size of the loader's batches."""
+    if loaders is None:
+        raise ConfigurationError("there are no training data", fix="pass a loader, or define train_dataloader()")
+    whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
+    batch = next(iter(whole), None)
+    if isinstance(whole, CombinedLoader) and isinstance(batch, tuple):
+        batch = batch[0]
+    if batch is None:
+        raise ConfigurationError("the training loader has no batch", found=type(loaders).__name__)
+    return batch, batch_size_of(batch)
+
+
+def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: list[str]) -> int:
+    """Samples of a step in the script's own configuration."""
+    whole = trainer.settings.global_batch_size
+    if whole is not None:
+        notes.append(f"{whole} samples a step, as global_batch_size says; accumulation follows")
+        return whole
+    devices, nodes = given.get("devices", "auto"), given.get("num_nodes", 1)
+    devices = len(devices) if isinstance(devices, (list, tuple)) else devices
+    ranks = int(devices) * int(nodes) if str(devices).isdigit() else 1
+    window = trainer.accumulate_grad_batches if isinstance(trainer.accumulate_grad_batches, int) else 1
+    unknown = "" if str(devices).isdigit() else f", as devices={devices!r} gives no number"
+    notes.append(
+        f"{size * ranks * window} samples a step, as in the script: {size} of the loader x {ranks} rank"
+        f"{'s' * (ranks > 1)}{unknown} x {window} accumulated; accumulation follows"
+    )
+    return size * ranks * window
+
+
+def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[Device, str]:
+    if word is None and torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        rates = [row for row in known_devices().values() if device_peak(name, "16-true") == row.flops("16-true")]
+        if not rates:
+            raise ConfigurationError("no data sheet of this device is known", found=name, fix='device="h100"')
+        word = rates[0].name
+    if word is None or word.lower() == "cpu":
+        notes.append("cpu: rates were measured here, and links are assumed to have 5 GB/s")
+        return _this_machine(max(worlds)), "cpu"
+    row = find_device(word)
+    notes.append(f"{row.name}: {row.source}; {row.system}")
+    return row, row.name
+
+
+def _this_machine(ranks: int) -> Device:
+    """The CPU as a device: its share of the host's memory, and a quick look at its rates."""
+    side = torch.ones(768, 768)
+    big = torch.ones(1 << 22)
+    products, copies = _fastest(lambda: side @ side), _fastest(big.clone)
+    memory = (device_memory(torch.device("cpu"), ranks) or 8 << 30) / 1e9
+    rate = 2 * 768**3 / products / 1e12 / ranks
+    bandwidth = 2 * big.nbytes / copies / 1e9 / ranks
+    return Device(
+        name="CPU",
+        half=rate,
+        tf32=rate,
+        single=rate,
+        memory=memory,
+        bandwidth=bandwidth,
+        link=5,
+        host=bandwidth,
+        group=1 << 30,
+        network=5,
+        system="this machine",
+        source="measured here",
+    )
+
+
+def _fastest(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def _precisions(given: Mapping[str, Any], device: Device, notes: list[str]) -> tuple[str, ...]:
+    own = given.get("precision")
+    own = str(own) if isinstance(own, (str, int)) else "32-true"
+    own = {"32": "32-true", "no": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"}.get(own, own)
+    mixed = "bf16-mixed" if device.bf16 else "16-mixed"
+    if own.startswith("32"):
+        notes.append(
+            f"precision: the script's {own}, and {mixed}, whose results differ by its rounding: check with verify"
+        )
+        return own, mixed
+    notes.append(f"precision: the script's {own}")
+    return (own,)
+
+
+def _with_tokens(assumptions: Assumptions, module: nn.Module, batch: Any) -> Assumptions:
+    """Tokens of a sample, where the module's ``loss_weight`` counts them."""
+    if assumptions.tokens is not None or not is_overridden("loss_weight", module, TrainModule):
+        return assumptions
+    weight = module.loss_weight(batch)  # type: ignore[operator]
+    return replace(assumptions, tokens=float(weight) / batch_size_of(batch))
+
+
+def _auto(module: nn.Module, precision: str, device: Device) -> str:
+    """What ``strategy="auto"`` chooses on this device."""
+    needed, memory = training_bytes(module, precision, True), int(device.memory * 1e9)
+    word = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
+    return f'strategy="auto" takes {word}: {in_units(needed)} of training state (as with Adam) in {in_units(memory)}'
+
+
+def _estimate_notes(device: Device, taken: Assumptions, precisions: Sequence[str]) -> list[str]:
+    notes = [
+        f"step: products at {taken.efficiency:.0%} of the peak, memory and links at {taken.bandwidth:.0%} of theirs, "
+        f"{1e6 * taken.latency:g} us for each collective; no time for launching kernels, which counts in small models",
+        f"peaks: {', '.join(_peak(device, precision) for precision in precisions)}",
+        "collectives of data ranks overlap with computation, those of other axes do not",
+        f"links: {device.link:g} GB/s inside a machine, {device.network:g} GB/s for each device between machines",
+    ]
+    if taken.tokens is not None:
+        notes.append(f"{taken.tokens:g} tokens a sample, as loss_weight counts them in the first batch")
+    return notes
+
+
+def _peak(device: Device, precision: str) -> str:
+    peak = device.flops(precision)
+    tf32 = "" if "32" not in precision else f" (float32 products are {torch.get_float32_matmul_precision()!r})"
+    return f"{precision} {'unknown' if peak is None else f'{peak / 1e12:.3g} TFLOP/s'}{tf32}"
