@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.data.sizes import batch_size_of
 
-__all__ = ["adapted", "fake_batch", "fake_mode", "fake_module", "fake_world"]
+__all__ = ["adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world"]
 
 
 @contextmanager
@@ -53,6 +53,29 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         sys.excepthook = excepthook
 
 
+@contextmanager
+def fake_mail(box: dict[int, list[Any]]) -> Iterator[None]:
+    """Inside, small objects that ranks send each other one to one are kept for the fake world of the receiver.
+
+    Args:
+        box: by the receiver's rank in its group; worlds that are imagined one after the other share it.
+    """
+    torchs: Any = dist
+    send, receive = torchs.send_object_list, torchs.recv_object_list
+
+    def post(objects: list[Any], *, group_dst: int, **options: Any) -> None:
+        box.setdefault(group_dst, []).append(list(objects))
+
+    def fetch(objects: list[Any], *, group: Any, **options: Any) -> None:
+        objects[:] = box[dist.get_rank(group)].pop(0)
+
+    torchs.send_object_list, torchs.recv_object_list = post, fetch
+    try:
+        yield
+    finally:
+        torchs.send_object_list, torchs.recv_object_list = send, receive
+
+
 @final
 class _Parts:
     """The parts of a tensor that ``torch.chunk`` returns, made when they are asked for.
@@ -76,16 +99,22 @@ class _Parts:
 
 @contextmanager
 def adapted() -> Iterator[None]:
-    """Inside, three things of torch work with fake tensors.
+    """Inside, four things of torch work with fake tensors.
 
     ``module.to`` converts fake parameters in place, as it does real ones; torch would swap objects. A mesh computes
     with real numbers, which it needs, also where a fake mode is active. And `fully_shard` makes this rank's part of a
     parameter only: hundreds of fake parts of each take most of the time.
+    The stages of a pipeline do not vote whether all of them know the shapes that they exchange: ours do.
     """
     recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not tell what it saves for backward
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.pipelining._utils import InferenceMode
+
     divides: Any = _fsdp_param
     joins: Any = DeviceMesh
+    stages: Any = schedules._PipelineSchedule
     plain: Any = torch.utils.swap_tensors
+    vote = stages._warmup_p2p
     concatenate, chunks = joins._concatenate, divides._chunk_with_empty
 
     def swap(kept: Any, converted: Any) -> None:
@@ -95,6 +124,10 @@ def adapted() -> Iterator[None]:
             kept.data = converted.data
             kept.fake_device = converted.fake_device
 
+    def know_shapes(schedule: Any, own: list[Any], *facts: Any) -> None:
+        for stage in own:
+            stage._inference_mode = InferenceMode.STATIC
+
     def concatenate_outside(meshes: list[DeviceMesh]) -> DeviceMesh:
         with unset_fake_temporarily():
             made: DeviceMesh = concatenate(meshes)
@@ -103,6 +136,7 @@ def adapted() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)
     torch.utils.swap_tensors = swap
     divides._chunk_with_empty = _Parts
+    stages._warmup_p2p = know_shapes
     joins._concatenate = staticmethod(concatenate_outside)
     try:
         yield
@@ -110,6 +144,7 @@ def adapted() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(recurrent)
         torch.utils.swap_tensors = plain
         divides._chunk_with_empty = chunks
+        stages._warmup_p2p = vote
         joins._concatenate = staticmethod(concatenate)
 
 

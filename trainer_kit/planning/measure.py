@@ -15,9 +15,9 @@ from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.planning.calculate import calculated
 from trainer_kit.planning.candidates import axes_of, strategy_for
-from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mode, fake_module, fake_world
+from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mail, fake_mode, fake_module, fake_world
 from trainer_kit.planning.memory_tracker import StepTracker
-from trainer_kit.planning.records import Candidate, Measured
+from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
 from trainer_kit.planning.replicas import FakeReplicas
 from trainer_kit.planning.traffic import TrafficCounter
 from trainer_kit.precision.precision import Precision
@@ -85,7 +85,7 @@ def measure(
         if strategy.engine not in _RUN:
             return calculated(module, candidate, strategy, precision, f"{strategy.name} cannot run without data")
         try:
-            return _Trial(module, batch, candidate, trainer, accelerator).run(strategy, precision)
+            return _Trial(module, batch, candidate, trainer, accelerator).run()
         except TrainerKitError:
             raise
         except Exception as error:  # of any class: user code, and parts of torch that need data
@@ -104,12 +104,33 @@ class _Trial:
         self.trainer, self.accelerator = trainer, accelerator
         self.mode = fake_mode()
 
-    def run(self, strategy: Strategy, precision: Precision) -> Measured:
-        """Run the steps."""
+    def run(self) -> Measured:
+        """Run the steps on a rank of each stage."""
         candidate = self.candidate
+        stages = strategy_for(candidate).places(candidate.world).get("pp", 1)
+        box: dict[int, list[Any]] = {}
+        roles = [self._role(stage * candidate.world // stages, box) for stage in range(stages)]
+        notes = _notes(self.module, candidate, self.accelerator)
+        if stages > 1:
+            notes += ("of the stages, traffic and operations are those of the one that has most",)
+        return Measured(
+            candidate=candidate,
+            memory=tuple(memory for memory, _, _, _ in roles),
+            host=max(host for _, host, _, _ in roles),
+            traffic=max((traffic for _, _, traffic, _ in roles), key=lambda sent: sum(one.bytes for one in sent)),
+            flops=max(flops for _, _, _, flops in roles),
+            exact=True,
+            notes=notes,
+        )
+
+    def _role(self, rank: int, box: dict[int, list[Any]]) -> tuple[dict[str, int], int, tuple[Traffic, ...], int]:
+        """Run the steps on one rank; returns its memory, bytes in host memory, traffic and operations."""
+        candidate = self.candidate
+        strategy = strategy_for(candidate)
+        precision = choose_precision(candidate.precision, None, strategy)
         if isinstance(strategy, DDPStrategy):
             strategy = FakeReplicas(strategy)
-        with fake_world(candidate.world), adapted():
+        with fake_world(candidate.world, rank), adapted(), fake_mail(box):
             strategy.start()
             counter = TrafficCounter(axes_of(strategy))
             tracker = StepTracker(self.mode, counter.see)
@@ -120,16 +141,9 @@ class _Trial:
             finally:
                 strategy.stop()
         host = _HOST if candidate.offload else ()
-        on_host = tracker.peak(since, left_out=set(tracker.peak(since)) - set(host)) if host else {}
-        return Measured(
-            candidate=candidate,
-            memory=(tracker.peak(since, left_out=host),),
-            host=sum(on_host.values()),
-            traffic=counter.traffic(),
-            flops=tracker.flops - flops,
-            exact=True,
-            notes=_notes(self.module, candidate, self.accelerator),
-        )
+        on_host = tracker.peak(since, left_out=set(CATEGORIES) - set(host)) if host else {}
+        memory = tracker.peak(since, left_out=host)
+        return memory, sum(on_host.values()), counter.traffic(), tracker.flops - flops
 
     def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> tuple[int, int]:
         """Run all steps; return the places in the tracker's record where the last one began."""

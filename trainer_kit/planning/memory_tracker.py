@@ -139,7 +139,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._category.setdefault(number, "activations")
             self._fresh.clear()
         for leaf in tree_leaves(out):
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode:
+            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode and leaf.device.type != "meta":
                 known = self._count
                 number = self._number(leaf.untyped_storage())
                 if number > known and self._in_step and torch.is_grad_enabled():

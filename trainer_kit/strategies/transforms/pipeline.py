@@ -434,6 +434,8 @@ class Pipeline:
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the global generator."""
         size = self.group.size
+        if dist.get_backend(self.group.group) == "fake":  # a world of fake ranks has no values to draw
+            return [0] * (1 + size)
         seeds: list[int] = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
         return seeds
 

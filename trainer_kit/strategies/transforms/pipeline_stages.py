@@ -255,13 +255,7 @@ class StandIn(nn.Module):
             raise _Left
         leaves, spec = self._outputs(args, kwargs)
         if not self.is_entry:
-            made = [
-                torch.zeros(leaf.shape, dtype=leaf.dtype, device=self.device).as_subclass(_Meaningless)
-                if isinstance(leaf, Tensor)
-                else leaf
-                for leaf in leaves
-            ]
-            return tree_unflatten(made, spec)
+            return tree_unflatten([_placeholder(leaf, self.device) for leaf in leaves], spec)
         if self.arrived is None:
             raise StrategyError(
                 f"{self.name} is called more than once in a forward",
@@ -298,6 +292,13 @@ def whole_names(module: nn.Module) -> list[str]:
         elif name:
             found.append(name)
     return found
+
+
+def _placeholder(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
+    return made.as_subclass(_Meaningless) if type(made) is Tensor else made  # a fake tensor has a class already
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
@@ -498,7 +499,7 @@ def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: to
 def _slot(model: nn.Module, name: str, stage: int, device: torch.device) -> _Slot:
     real, (home, key) = _at(model, name), _home(model, name)
     if isinstance(real, nn.Parameter):
-        return _Slot(stage, home, key, real, torch.zeros_like(real, device=device).detach().as_subclass(_Meaningless))
+        return _Slot(stage, home, key, real, _placeholder(real.detach(), device))
     return _Slot(stage, home, key, real, StandIn(real, name, device))
 
 
