@@ -304,7 +304,7 @@ if pl.__version__ < "2" or find_spec("pytorch_lightning"):
     assert "this becomes the version of trainer_kit" in found[3]
 
 
-def test_imports_of_what_is_not_here_are_reported(tmp_path: Path) -> None:
+def test_imports_of_missing_names_are_reported(tmp_path: Path) -> None:
     text = """
 from lightning.pytorch.callbacks import EarlyStopping, Checkpoint
 from lightning.pytorch.nowhere import Thing
@@ -338,7 +338,7 @@ class Loop:
     assert "Accelerator has no 'backwards'" in found[2]
 
 
-def test_what_a_method_makes_is_known_in_the_other_methods(tmp_path: Path) -> None:
+def test_objects_made_in_one_method_are_known_in_the_others(tmp_path: Path) -> None:
     text = """
 import accelerate
 from lightning import Trainer

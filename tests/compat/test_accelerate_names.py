@@ -192,7 +192,7 @@ def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ACCELERATE_ONE" not in os.environ
 
 
-def test_probes_answer_for_what_is_installed() -> None:
+def test_probes_report_installed_packages() -> None:
     assert probes.is_tensorboard_available()
     assert probes.is_tqdm_available()
     assert not probes.is_msamp_available()
@@ -349,7 +349,7 @@ def test_state_dicts_are_read_to_their_devices(tmp_path: Path) -> None:
     assert torch.equal(utilities.load(tmp_path / "weights.bin")["a.weight"], torch.ones(1))
 
 
-def test_what_prepare_returns_is_recognised() -> None:
+def test_results_of_prepare_are_recognised() -> None:
     _, _, optimizer, loader, scheduler = parts()
     assert isinstance(optimizer, AcceleratedOptimizer)
     assert isinstance(scheduler, AcceleratedScheduler)

@@ -293,7 +293,7 @@ def test_the_demo_of_words(tmp_path):
     assert not torch.equal(module.model.decoder.weight, before)
 
 
-def test_without_torchvision_the_names_that_need_it_say_so(monkeypatch):
+def test_names_that_need_torchvision_name_it_in_the_error(monkeypatch):
     from trainer_kit.demos.mnist_datamodule import MNIST
     from trainer_kit.utilities.model_helpers import get_torchvision_model
 

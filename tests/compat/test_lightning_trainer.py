@@ -378,7 +378,7 @@ def test_a_logger_that_is_set_writes_nothing_in_a_fast_dev_run(tmp_path):
 
 
 @pytest.mark.parametrize("given", [True, "csv", object(), tk.loggers.CSVLogger])
-def test_what_is_no_logger_cannot_be_set(given):
+def test_an_object_that_is_no_logger_is_refused(given):
     trainer = tk.Trainer(**QUIET)
     with pytest.raises(tk.ConfigurationError, match="this is no logger"):
         trainer.logger = given

@@ -242,7 +242,7 @@ def test_a_damaged_lock_is_taken_over_or_reported(kept):
 
 @pytest.mark.skipif(not POSIX, reason="permissions are POSIX")
 @pytest.mark.parametrize("name", ["manifest.json", "state.json", "model.safetensors", "."])
-def test_what_may_not_be_read_is_neither_damaged_nor_passed_by(whole, name):
+def test_an_unreadable_checkpoint_is_neither_damaged_nor_skipped(whole, name):
     """Permissions can be given back; what a run overwrites that quietly went back to step 4 cannot."""
     with tempfile.TemporaryDirectory() as place:
         kept = Path(shutil.copytree(whole, Path(place, "kept")))

@@ -197,7 +197,7 @@ def test_a_failed_overwrite_leaves_the_old_one(tmp_path, monkeypatch):
     assert keeper.best_model_path == str(tmp_path / "only")
 
 
-def test_what_cannot_be_saved_on_any_disk_is_an_error(tmp_path):
+def test_state_that_no_disk_can_store_is_an_error(tmp_path):
     class Odd(Callback):
         def on_save_checkpoint(self, trainer, module, checkpoint):
             checkpoint["odd"] = object()
@@ -206,7 +206,7 @@ def test_what_cannot_be_saved_on_any_disk_is_an_error(tmp_path):
         fit(tmp_path, Odd())
 
 
-def test_what_the_user_saves_by_hand_is_not_reported_but_raised(tmp_path, monkeypatch):
+def test_a_failed_save_by_the_user_raises(tmp_path, monkeypatch):
     class Saves(Callback):
         def on_train_step_end(self, trainer, module):
             trainer.save_checkpoint(tmp_path / "mine")
@@ -230,7 +230,7 @@ def test_a_signal_says_that_its_step_could_not_be_saved(tmp_path, capsys, monkey
     assert ended == "SIGTERM: step 5 could not be saved, exiting 143"
 
 
-def test_what_a_signal_saves_is_the_last(tmp_path):
+def test_the_checkpoint_of_a_signal_is_the_last(tmp_path):
     class Ends(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if batch_idx == 4:

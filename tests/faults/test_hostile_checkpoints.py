@@ -86,7 +86,7 @@ def test_a_checkpoint_cannot_have_others_deleted(tmp_path):
 
 @pytest.mark.parametrize("name", ["index.json", ".lock"])
 @pytest.mark.parametrize("what", ["pipe", "link to a device", "too large"])
-def test_what_stands_in_the_place_of_a_file_is_not_waited_for(tmp_path, name, what):
+def test_a_pipe_a_device_or_a_huge_file_in_place_of_a_file_does_not_block(tmp_path, name, what):
     fit(tmp_path, 2)
     (tmp_path / name).unlink(missing_ok=True)
     if what == "pipe":

@@ -190,7 +190,7 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
         number += 1
 
 
-def test_what_gave_way_to_the_last_checkpoint_goes_at_the_next_start(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_replaced_checkpoint_is_deleted_at_the_next_start(tmp_path: Path, monkeypatch: Any) -> None:
     kept = tmp_path / "kept"
 
     def fit() -> None:

@@ -246,7 +246,7 @@ def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
     assert last == "Faulty answers again"
 
 
-def test_what_the_queue_does_not_keep_is_read_back_from_the_journal(tmp_path, released, monkeypatch):
+def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, released, monkeypatch):
     monkeypatch.setattr(delivery, "_KEPT", 4)
 
     def fault(name, count):
@@ -312,7 +312,7 @@ def test_values_that_a_logger_refuses_are_left_out(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("method", ["log_metrics", "save", "after_save_checkpoint", "finalize"])
-def test_what_a_logger_refuses_during_a_run_does_not_end_the_next_entry_point(tmp_path, capsys, method):
+def test_a_refusal_during_a_run_does_not_end_the_next_entry_point(tmp_path, capsys, method):
     def fault(name, count):
         if name == method and count == 1:
             raise LogError("this tracker does not take that")

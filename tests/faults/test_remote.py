@@ -145,7 +145,7 @@ def test_a_file_url_is_a_local_directory(tmp_path):
     verify_checkpoint(f"file://{tmp_path}/kept/step-00000002")
 
 
-def test_what_cannot_be_written_to_is_an_error_before_the_first_step(bucket):
+def test_storage_without_write_access_is_refused_before_the_first_step(bucket):
     def refuse(operation, key):
         raise PermissionError("403 Forbidden")
 
@@ -246,7 +246,7 @@ def test_a_storage_that_is_out_of_reach_for_a_while(bucket, capsys):
     assert owner_of("bucket://run") is None
 
 
-def test_what_gave_way_is_deleted_later_where_the_storage_fails_then(bucket, recwarn, capsys):
+def test_a_failed_deletion_is_retried_later(bucket, recwarn, capsys):
     def before(operation, key):
         if operation == "delete" and key == "run/step-00000002/manifest.json" and bucket.done[-1][0] != "delete":
             bucket.unreachable = True
@@ -266,7 +266,7 @@ def test_what_gave_way_is_deleted_later_where_the_storage_fails_then(bucket, rec
     assert "after saving bucket://run/step-00000004: " in capsys.readouterr().out
 
 
-def test_what_a_failed_upload_could_not_delete_is_cleaned_at_the_next_start(bucket, capsys):
+def test_files_of_a_failed_upload_are_deleted_at_the_next_start(bucket, capsys):
     fit("bucket://run", callbacks=[Breaks(bucket, {3, 4}, at="state.json")], max_steps=6, every_n_train_steps=2)
     assert steps() == [2, 6]
     left = [entry.name for entry in locate("bucket://run").iterdir() if entry.name.startswith(".")]

@@ -88,7 +88,7 @@ def test_the_last_checkpoint_with_finite_weights_stays(tmp_path: Path, capsys: A
     )
 
 
-def test_it_goes_once_there_is_another_one(tmp_path: Path) -> None:
+def test_the_fallback_is_deleted_once_there_is_another_one(tmp_path: Path) -> None:
     fit(tmp_path, 7, Spoils(3, 5))
     assert kept(tmp_path) == [6, 7]
 
@@ -111,7 +111,7 @@ def test_on_two_ranks_too(tmp_path: Path) -> None:
     assert kept(tmp_path) == [2, 5, 6]
 
 
-def test_what_it_did_not_write_stays(tmp_path: Path) -> None:
+def test_files_that_others_wrote_stay(tmp_path: Path) -> None:
     (tmp_path / "kept" / "step-00000000").mkdir(parents=True)
     (tmp_path / "kept" / "step-00000000" / "notes.txt").write_text("mine")
     (tmp_path / "kept" / "best.ckpt").write_text("mine")

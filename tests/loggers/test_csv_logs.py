@@ -117,7 +117,7 @@ def test_an_empty_file_gets_a_header(tmp_path):
     assert text(logger) == "step,a\n0,1.0\n"
 
 
-def test_what_could_not_be_written_is_written_later(tmp_path):
+def test_values_of_a_failed_write_are_written_later(tmp_path):
     logger = CSVLogger(tmp_path, version=0)
     logger.log_metrics({"a": 1.0}, 0)
     logger.save()
@@ -135,7 +135,7 @@ def test_what_could_not_be_written_is_written_later(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_next_process_removes_what_a_killed_one_left(tmp_path, programs):
+def test_the_next_process_removes_files_of_a_killed_one(tmp_path, programs):
     def files():
         return sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
 

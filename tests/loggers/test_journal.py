@@ -20,7 +20,7 @@ from trainer_kit.core.errors import LogError
 from trainer_kit.loggers import JSONLLogger, read_journal
 
 
-def test_lines_stand_as_soon_as_they_are_logged(tmp_path):
+def test_each_logged_line_is_written_at_once(tmp_path):
     logger = JSONLLogger(tmp_path, name="", version="")
     assert logger.path == tmp_path / "journal.jsonl"
     logger.log_hyperparams({"lr": 0.1, "optim": {"api_key": "k", "betas": (0.9, float("inf"))}})

@@ -314,7 +314,7 @@ def test_hyperparameters_are_nested_plain_and_masked(run):
     assert "hidden" not in "".join(path.read_text(errors="replace") for path in run.root.rglob("*.jsonl"))
 
 
-def test_media_come_back_in_what_the_tracker_has_for_them(run):
+def test_media_are_read_back_from_each_tracker(run):
     found, native = run.found, run.found.others
     assert sorted(found.images) == [(6, 2), (8, 4), (8, 4), (8, 4)]
     assert "a sentence" in found.texts
