@@ -103,6 +103,11 @@ def test_validation_that_changes_training():
     assert [(each.kind, each.step) for each in found.findings] == [("validation", 1)]
 
 
+def test_validation_that_the_module_brings_runs_only_in_its_check():
+    found = verify(verified.BringsValidation(), verified.loader(16), steps=4)  # an epoch has two steps
+    assert [(each.kind, each.step) for each in found.findings] == [("validation", 1)]
+
+
 def test_two_runs_that_differ():
     kinds = [each.kind for each in verify(verified.Unseeded()).findings]
     assert "repeat" in kinds

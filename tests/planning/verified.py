@@ -177,6 +177,13 @@ class CountsValidation(Classifier):
         self.scale = 0.5
 
 
+class BringsValidation(CountsValidation):
+    """Has its validation loader itself."""
+
+    def val_dataloader(self):
+        return loader(8)
+
+
 class Unseeded(Classifier):
     """Draws from the system, so no two runs are alike."""
 

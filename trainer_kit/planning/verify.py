@@ -123,7 +123,7 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="trainer_kit-verify-", ignore_cleanup_errors=True) as directory:
         runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, Path(directory))
         runs.start()
-        _Verifier(trainer, runs, result).run(val_loaders is not None)
+        _Verifier(trainer, runs, result).run(runs.validates)
     return result
 
 

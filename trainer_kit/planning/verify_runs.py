@@ -66,6 +66,12 @@ class Runs:
         self._count = 0
         self._built = is_overridden("configure_model", module, TrainModule)
 
+    @property
+    def validates(self) -> bool:
+        """Whether there is a loader of validation."""
+        owners = [owner for owner in (self.datamodule, self.module) if owner is not None]
+        return self.val_loaders is not None or any(is_overridden("val_dataloader", one, DataHooks) for one in owners)
+
     def start(self) -> None:
         """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
         importlib.import_module("torch._dynamo")  # optimizers import it: once here, not in every process
@@ -162,7 +168,7 @@ class Runs:
             fast=0,
             reproducible=given.settings.reproducible or reproducible,
             global_batch_size=batch_size or given.settings.global_batch_size,
-            **(every if validates else {}),
+            **(every if validates else {"limits": {**given.settings.limits, "val": 0}}),
         )
         trainer = given.for_trial(settings)
         trainer.environment = Environment.detect()
