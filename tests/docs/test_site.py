@@ -147,6 +147,20 @@ def test_pages_of_tables_are_current(page: str) -> None:
     assert written == REFERENCE["WRITTEN"][page](), "the code changed: run `make docs`"
 
 
+@pytest.mark.parametrize(
+    "cls",
+    [tk.callbacks.ModelCheckpoint, tk.callbacks.EarlyStopping, tk.strategies.DDPStrategy, tk.strategies.FSDPStrategy],
+)
+def test_every_option_of_the_most_used_classes_is_in_a_guide(cls: type) -> None:
+    """As code, on a page that names the class: a reader of the guides meets each option where it is of use."""
+    pages = [page.read_text(encoding="utf-8") for room in ("guide", "howto") for page in (DOCS / room).glob("*.md")]
+    code = " ".join(
+        part for text in pages if cls.__name__ in text for part in re.findall("```.*?```|`[^`\n]+`", text, re.S)
+    )
+    asked = options(cls) - {"device"}  # the Trainer sets it
+    assert not {name for name in asked if not re.search(rf"\b{name}\b", code)}
+
+
 def keys_of_tables(page: str) -> set[str]:
     """What stands in the first column of a page's tables; keys of a section are listed under its heading."""
     text = (DOCS / "reference" / page).read_text(encoding="utf-8")
