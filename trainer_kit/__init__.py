@@ -300,7 +300,7 @@ _HOME = {
 # `TrainModule.load_from_checkpoint` is in core, which imports no room above it. Python imports this file before any
 # module of the package, so the reader is known whichever module is imported first.
 _READERS.supply("module", "trainer_kit.checkpoint.weights:read_module")
-_find_names(__name__, ["compat.lightning_names", "compat.accelerate_names"])
+_find_names(__name__, ["compat.lightning_names", "compat.accelerate_names", "compat.transformers"])
 _alias_package(f"{__name__}.pytorch", __name__)  # `lightning.pytorch` is a module of `lightning`
 _other = _other_names(__name__)
 _ROOMS = ("callbacks", "checkpoint", "loggers", "precision", "strategies", "tuner")

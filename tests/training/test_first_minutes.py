@@ -1,5 +1,6 @@
 """What newcomers from Lightning, Accelerate, Transformers and plain PyTorch write first, and what answers them."""
 
+import importlib
 import inspect
 import multiprocessing
 
@@ -75,6 +76,100 @@ def test_a_checkpoint_without_a_needed_argument(tmp_path):
         Sized.load_from_checkpoint(tmp_path / "here")
     assert "save_hyperparameters" in error.value.fix
     assert isinstance(Sized.load_from_checkpoint(tmp_path / "here", size=2, depth=2), Sized)
+
+
+@pytest.mark.parametrize(
+    ("output", "fix"),
+    [(1.0, "without .item()"), ((torch.ones(1), 2), "a dict with 'loss'")],
+)
+def test_a_step_that_returns_a_number_or_several_values(output, fix):
+    class Returns(TinyModule):
+        def training_step(self, batch, batch_idx):
+            return output
+
+    with pytest.raises(ConfigurationError, match="returned no loss") as error:
+        trainer().fit(Returns(), BATCHES)
+    assert fix in error.value.fix
+
+
+def test_a_module_given_to_the_constructor_of_the_trainer():
+    with pytest.raises(ConfigurationError, match="takes its arguments by name") as error:
+        tk.Trainer(nn.Linear(2, 2))
+    assert "trainer.fit(module, loader)" in error.value.fix
+    assert error.value.found == "a Linear without a name"
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("TrainingArguments", "max_epochs=3"),
+        ("DataCollatorWithPadding", "collate_fn"),
+        ("AutoModel", "from transformers"),
+        ("EarlyStoppingCallback", "EarlyStopping"),
+        ("StochasticWeightAveraging", "from trainer_kit.callbacks import StochasticWeightAveraging"),
+        ("CSVLogger", "from trainer_kit.loggers import CSVLogger"),
+    ],
+)
+def test_a_name_that_is_elsewhere(name, fix):
+    importlib.import_module("trainer_kit.callbacks"), importlib.import_module("trainer_kit.loggers")
+    with pytest.raises(AttributeError) as error:
+        getattr(tk, name)
+    assert fix in str(error.value)
+
+
+def test_the_loss_of_transformers_trainer():
+    class Computes(TinyModule):
+        training_step = tk.TrainModule.training_step
+
+        def compute_loss(self, model, inputs):
+            raise AssertionError
+
+    with pytest.raises(ConfigurationError, match="has no training_step") as error:
+        trainer().fit(Computes(), BATCHES)
+    assert error.value.found == "compute_loss, which is not called"
+
+
+def test_a_scheduler_under_another_key():
+    class Keys(TinyModule):
+        def configure_optimizers(self):
+            return {"optimizer": torch.optim.SGD(self.parameters(), lr=0.1), "scheduler": None}
+
+    with pytest.raises(ConfigurationError, match="unknown key") as error:
+        trainer().fit(Keys(), BATCHES)
+    assert "lr_scheduler" in error.value.fix
+
+
+class Classifier(tk.TrainModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.cross_entropy(self.layer(inputs), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Unpacked(Classifier):
+    def training_step(self, inputs, targets):
+        return nn.functional.cross_entropy(self.layer(inputs), targets)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "targets", "note"),
+    [
+        (Unpacked, torch.float32, torch.int64, "x, y = batch"),
+        (Classifier, torch.float64, torch.int64, ".float()"),
+        (Classifier, torch.float32, torch.int32, "y.long()"),
+    ],
+)
+def test_data_of_the_wrong_kind(make, inputs, targets, note):
+    data = TensorDataset(torch.ones(4, 4, dtype=inputs), torch.ones(4, dtype=targets))
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        trainer().fit(make(), DataLoader(data, 2))
+    assert note in notes(error)
 
 
 class Rows(Dataset):

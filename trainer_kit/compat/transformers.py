@@ -4,7 +4,23 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["TRAINER_METHODS", "TRAINING_ARGUMENTS"]
+__all__ = ["ELSEWHERE", "LIBRARY", "PATHS", "TRAINER_METHODS", "TRAINING_ARGUMENTS"]
+
+LIBRARY: Final = "Transformers"
+PATHS: Final[dict[str, str]] = {}
+_ARGUMENTS: Final = "its arguments are those of trainer_kit.Trainer, such as max_epochs=3; docs/migrate/transformers.md"
+_PADS: Final = "import it from transformers, and pass it to DataLoader(collate_fn=...)"
+_THEIRS: Final = "import it from transformers, and make the model an attribute of a trainer_kit.TrainModule"
+ELSEWHERE: Final = {
+    **dict.fromkeys(("TrainingArguments", "Seq2SeqTrainingArguments"), _ARGUMENTS),
+    **dict.fromkeys(("DataCollatorWithPadding", "DataCollatorForLanguageModeling", "default_data_collator"), _PADS),
+    **dict.fromkeys(("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"), _THEIRS),
+    "AutoTokenizer": "import it from transformers",
+    "Seq2SeqTrainer": "trainer_kit.Trainer; model.generate(...) in validation_step",
+    "TrainerCallback": "trainer_kit.Callback; docs/migrate/transformers.md names the hooks",
+    "EarlyStoppingCallback": "trainer_kit.callbacks.EarlyStopping(monitor=...)",
+}
+"""What to use instead of a name of Transformers."""
 
 _LOADER: Final = "DataLoader(dataset, batch_size={value}, shuffle=True), passed to trainer.fit"
 _OPTIMIZER: Final = "configure_optimizers of the module makes the optimizer, with its learning rate and schedule"
@@ -77,6 +93,7 @@ TRAINER_METHODS: Final = {
     "save_model": "trainer.save_checkpoint(path); module.model.save_pretrained(path) for a model of Transformers",
     "push_to_hub": "a callback that uploads in on_checkpoint_committed; docs/migrate/transformers.md has it",
     "log": "self.log(name, value) in a hook of the module, or trainer.log_metrics({name: value})",
+    "save": "trainer.save_checkpoint(path)",
     "load_checkpoint": 'trainer.fit(module, loader, ckpt_path=path), or ckpt_path="last"',
     "load_from_checkpoint": "load_from_checkpoint of the module's class, or fit(..., ckpt_path=path)",
 }

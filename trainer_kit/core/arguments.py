@@ -255,12 +255,20 @@ def known_arguments(
     """
 
     def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
-        known = list(inspect.signature(constructor).parameters)[1:]
+        parameters = inspect.signature(constructor).parameters
+        known = list(parameters)[1:]
+        positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
         owner = constructor.__qualname__.removesuffix(".__init__")
 
         @wraps(constructor)
         def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
             refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
+            if len(args) - 1 > positional:
+                raise ConfigurationError(
+                    f"{owner} takes its arguments by name",
+                    found=f"a {type(args[-1]).__name__} without a name",
+                    fix=former.get("module", f"such as {known[0]}=..."),
+                )
             return constructor(*args, **kwargs)
 
         return checked

@@ -174,6 +174,11 @@ class _OtherPaths(MetaPathFinder, Loader):
     def _homes(self, module: str) -> dict[str, str]:
         return self.paths.get(module[len(self._package) + 1 :], {})
 
+    def _has(self, room: str, found: Any, name: str) -> bool:
+        """Whether a package directly below ours has this public name."""
+        below = room.rpartition(".")[0] == self._package and "__path__" in vars(found)
+        return below and name in vars(found).get("__all__", ())
+
     def _missing(self, module: str, name: str) -> str:
         problem = f"module {module!r} has no attribute {name!r}"
         path = f"{module}.{name}"[len(self._package) + 1 :]
@@ -182,6 +187,7 @@ class _OtherPaths(MetaPathFinder, Loader):
             if fix:
                 return str(ConfigurationError(problem, found=f"a name of {table.LIBRARY}", fix=fix))
         there = [self._package] if name in dir(sys.modules[self._package]) else []
+        there += [room for room, found in sys.modules.items() if self._has(room, found, name)]
         there += [f"{self._package}.{path}" for path, homes in self.paths.items() if name in homes]
         if there:
             return str(ConfigurationError(problem, fix=f"from {there[0]} import {name}"))

@@ -264,7 +264,9 @@ class MicroBatches:
             "training_step returned no loss",
             found=f"{type(output).__name__}"
             + (f" with keys {', '.join(map(str, output))}" if isinstance(output, Mapping) else ""),
-            fix="return a tensor, a dict with 'loss', or None to skip"
+            fix="return the tensor, without .item() or float(): gradients need it"
+            if isinstance(output, (int, float))
+            else "return a tensor, a dict with 'loss', or None to skip"
             if self._several is None
             else f"return a dict with one loss for each optimizer: {', '.join(self._several)}",
         )

@@ -169,7 +169,9 @@ def _one(value: Any, where: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
         unknown = set(value) - {"optimizer", "lr_scheduler", "monitor", "frequency"}
         if unknown:
             raise ConfigurationError(
-                f"{where} has an unknown key", found=repr(min(unknown)), fix="use optimizer, lr_scheduler, monitor"
+                f"{where} has an unknown key",
+                found=repr(min(unknown)),
+                fix=did_you_mean(str(min(unknown)), ["optimizer", "lr_scheduler", "monitor"]),
             )
         optimizer = value["optimizer"]
         if value.get("lr_scheduler") is None:

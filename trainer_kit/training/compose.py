@@ -91,7 +91,7 @@ def check_module(module: Any, stage: str) -> None:
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):
         near = difflib.get_close_matches(needed, [name for name in dir(module) if name.endswith("_step")], cutoff=0.5)
-        own = [name for name in near if name not in dir(TrainModule)]
+        own = [name for name in ("compute_loss", *near) if name in dir(module) and name not in dir(TrainModule)]
         raise ConfigurationError(
             f"{type(module).__name__} has no {needed}",
             found=f"{own[0]}, which is not called" if own else None,

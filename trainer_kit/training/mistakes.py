@@ -20,12 +20,23 @@ _UNEVEN: Final = (
     "the samples of a batch have different lengths: pass DataLoader(collate_fn=...) a function that pads them, such as"
     " DataCollatorWithPadding(tokenizer) of Transformers, or one that calls torch.nn.utils.rnn.pad_sequence"
 )
+_WHOLE: Final = "a step takes a batch as one argument: x, y = batch; lists become tensors in the loader's collate_fn"
+_DOUBLE: Final = (
+    "weights are float32, data from NumPy or a table often float64 or whole numbers: convert them with .float(),"
+    ' or train with precision="64-true"'
+)
+_CLASSES: Final = "the loss takes the numbers of classes as whole numbers: y.long()"
 _MISTAKES: Final = (
     ("not compiled with CUDA", _ELSEWHERE),
     ("no NVIDIA driver", _ELSEWHERE),
     ("to be on the same device", f"{_ELSEWHERE}; make new tensors with device=self.device"),
     ("batch should be of equal size", _UNEVEN),
     ("stack expects each tensor to be equal size", _UNEVEN),
+    ("must be Tensor, not list", _WHOLE),
+    ("must be Tensor, not tuple", _WHOLE),
+    ("mat1 and mat2 must have the same dtype", _DOUBLE),
+    ("expected target dtype to be Long", _CLASSES),
+    ("expected scalar type Long", _CLASSES),
     ("TrainModule.log() missing 1 required", "self.log(name, value) takes one value, self.log_dict(values) a dict"),
 )
 """Words of an exception from a step or a loader, and the note for them."""
