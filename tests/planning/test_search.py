@@ -116,11 +116,7 @@ def test_a_long_window_is_measured_in_two_parts_and_counted_whole():
 
 def test_offload_is_tried_where_nothing_else_fits():
     rows, _ = found(strategies=("fsdp",), limit=4 * GB)
-    assert [(row.candidate.offload, row.estimate is not None) for row in rows] == [
-        (True, True),
-        (False, False),
-        (False, False),
-    ]
+    assert [(row.candidate.offload, row.estimate is not None) for row in rows] == [(True, True), (False, False)]
     assert rows[0].measured.host == 5 * GB
     assert all("needs" in row.reason for row in rows[1:])
 
@@ -128,9 +124,8 @@ def test_offload_is_tried_where_nothing_else_fits():
 def test_reasons_name_what_takes_the_memory():
     rows, _ = found(strategies=("ddp",), limit=30 * GB)
     assert {row.reason for row in rows} == {
-        "needs 44 GB with one sample, of which weights, gradients and optimizer state are 40 GB",
-        "needs 41 GB with one sample, of which weights, gradients and optimizer state are 40 GB",
-    }
+        "needs 44 GB with one sample, of which weights, gradients and optimizer state are 40 GB"
+    }, "checkpointing saves no state"
     rows, _ = found(strategies=("ddp",), limit=30 * GB, memory=Memory(state=10 * GB, sample=200 * GB))
     assert {row.reason for row in rows} == {
         "needs 210 GB with one sample, most of it activations: 200 GB",

@@ -77,8 +77,8 @@ def search(question: Question, module: nn.Module, measure: _Measure, say: Callab
     """Measure the configurations of a question; for each world, rows that fit come first, from fast to slow.
 
     Of each strategy and precision the largest micro-batch that fits is found. Activation checkpointing is tried where
-    the whole batch of a rank does not fit without it, offload where nothing fits without it: where they are not needed
-    they only take time.
+    the whole batch of a rank does not fit without it, unless the state alone is too large; offload where nothing fits
+    without it: where they are not needed they only take time.
 
     Args:
         question: what is searched.
@@ -139,7 +139,7 @@ class _Search:
             return
         whole = plain.estimate is not None and plain.candidate.accumulate == 1
         saving = plain
-        if not whole:
+        if not whole and self._state(plain.measured) <= self.question.limit:
             saving = self._row(replace(first, activation_checkpointing=True))
             yield saving
         if strategy in _OFFLOADS and plain.estimate is None and saving.estimate is None:
@@ -237,10 +237,15 @@ class _Search:
         flops = measured.flops + more * (measured.flops - one.flops)
         return replace(measured, flops=flops, traffic=tuple(map(longer, measured.traffic)))
 
+    @staticmethod
+    def _state(measured: Measured) -> int:
+        """Of the rank with the most: what checkpointing cannot save."""
+        return max(sum(role.get(each, 0) for each in _STATE) for role in measured.memory)
+
     def _why_not(self, measured: Measured) -> str:
         role = max(measured.memory, key=lambda one: sum(one.values()))
         name, size = max(role.items(), key=lambda item: item[1])
-        state = sum(role.get(each, 0) for each in _STATE)
+        state = self._state(measured)
         least = "" if measured.candidate.micro_batch > 1 else " with one sample"
         text = f"needs {in_units(measured.peak)}{least}"
         if state > self.question.limit:
