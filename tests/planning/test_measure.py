@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer_kit as tk
-from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made
+from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made, sent
 from trainer_kit.core.errors import ConfigurationError, StrategyError, TrainerKitError
 from trainer_kit.planning.measure import measure
 from trainer_kit.planning.records import CATEGORIES, Candidate
-from trainer_kit.testing import TinyModule
+from trainer_kit.testing import TinyModule, run_distributed
 
 
 def candidate(strategy="single_device", world=1, samples=8, precision="32-true", **options):
@@ -235,6 +235,22 @@ def test_collectives_of_data_parallel():
     assert sharded[("reduce_scatter", "data")] == (4, size)
     alone = on_cpu(module, batch, candidate())
     assert alone.traffic == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp2"])
+def test_collectives_of_a_real_step(strategy):
+    """They are equal, but for two exchanges of a few numbers by which real ranks agree."""
+    tried = candidate(strategy, 2)
+    real = run_distributed(sent, 2, "gpt", tried, process_group=False)[0]
+    found = traffic(on_cpu(*made("gpt", 2), tried))
+    assert found
+    for kind, axis, count, size in real:
+        known, counted = found.pop((kind, axis), (0, 0))
+        agreed = 2 if kind == "all_gather" else 0
+        assert count == known + agreed
+        assert 0 <= size - counted < 200 * max(agreed, 0.01)
+    assert not found
 
 
 def test_stages_of_a_pipeline():

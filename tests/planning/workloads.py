@@ -11,10 +11,12 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer_kit as tk
-from trainer_kit.planning.candidates import strategy_for
+from trainer_kit.planning.candidates import axes_of, strategy_for
 from trainer_kit.planning.measure import measure
+from trainer_kit.planning.traffic import TrafficCounter
 from trainer_kit.testing import run_distributed
 
 
@@ -233,6 +235,51 @@ def traced(name, candidate, **options):
     )
     trainer.fit(module, [batch] * 3 * candidate.accumulate)
     return _held("most_bytes") - before
+
+
+class _Sees(TorchDispatchMode):
+    def __init__(self, counter):
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(kind not in (torch.Tensor, nn.Parameter) for kind in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        self.counter.see(func, args, out)
+        return out
+
+
+class _Counts(tk.callbacks.Callback):
+    """Counts the collectives of the third step."""
+
+    def on_train_step_end(self, trainer, module):
+        if trainer.global_step == 2:
+            self.counter = TrafficCounter(axes_of(trainer.strategy))
+            self.mode = _Sees(self.counter)
+            self.mode.__enter__()
+        elif trainer.global_step == 3:
+            self.mode.__exit__(None, None, None)
+
+
+def sent(name, candidate):
+    """The collectives of a real fit's third step; runs on each rank."""
+    module, batch = made(name, candidate.micro_batch)
+    counts = _Counts()
+    trainer = tk.Trainer(
+        strategy=strategy_for(candidate),
+        accelerator="cpu",
+        devices=candidate.world,
+        max_steps=3,
+        callbacks=[counts],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(module, [batch] * 5)
+    return [(one.kind, one.axis, one.count, one.bytes) for one in counts.counter.traffic()]
 
 
 @functools.cache
