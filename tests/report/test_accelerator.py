@@ -154,6 +154,7 @@ def test_a_script_that_does_not_reach_its_end(programs, tmp_path, how, code, sta
 
 
 HANGS = """
+import pathlib
 import time
 import torch
 import trainer_kit as tk
@@ -165,7 +166,8 @@ model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters()
 for step in range(20):
     accelerator.log({"loss": float(step)}, step=step)
     if step == 5 and accelerator.process_index == 1:
-        while '"step": 5,' not in open("project/demo/journal.jsonl").read():
+        journal = pathlib.Path("project/demo/journal.jsonl")  # rank 0 has queued its values, and may not have made it
+        while not journal.exists() or '"step": 5,' not in journal.read_text():
             time.sleep(0.01)
         time.sleep(300)
     optimizer.zero_grad()

@@ -14,7 +14,7 @@ from trainer_kit.report import RunDirectory
 from trainer_kit.report.events import append_event, this_process
 
 RUN = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 import torch
 import trainer_kit as tk
 from trainer_kit.loggers import JSONLLogger
@@ -25,7 +25,8 @@ FAULT, VICTIM = sys.argv[1], int(sys.argv[2])
 class Net(TinyModule):
     def training_step(self, batch, batch_idx):
         if self.global_step == 5 and self.trainer.global_rank == VICTIM and FAULT in ("sleep", "stop"):
-            while '"step": 5,' not in open("run/journal.jsonl").read():
+            journal = pathlib.Path("run/journal.jsonl")  # rank 0 has queued its values, and may not have made it
+            while not journal.exists() or '"step": 5,' not in journal.read_text():
                 time.sleep(0.01)
             if FAULT == "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
