@@ -66,17 +66,9 @@ def test_every_pair(strategy, world, name, again):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("world", [2, 4])
-def test_pipelines(world, again):
-    close("gpt", candidate("pp2", world, samples=4, accumulate=4, activation_checkpointing=again))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2)])
-def test_precisions(strategy, world, precision):
-    close("gpt", candidate(strategy, world, precision=precision))
+def test_pipelines(world):
+    close("gpt", candidate("pp2", world, samples=4, accumulate=4))
 
 
 @pytest.mark.long
