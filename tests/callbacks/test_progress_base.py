@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -92,10 +93,11 @@ def test_the_summary_names_best_checkpoint_time_and_logs(tmp_path):
     best = ModelCheckpoint(monitor="m", mode="max")
     made = trainer(best, max_epochs=3, enable_progress_bar=True, logger=CSVLogger(tmp_path / "logs"))
     made.fit(Scripted(val=each("m", 1.0, 3.5, 2.0)), [BATCH] * 4, [BATCH])
-    lines = made.printed[-3:]
+    lines = made.printed[-4:]
     assert re.fullmatch(r"fit: 12 steps to step 12 in \d+\.\d s( = .*)?", lines[0])
     assert lines[1] == f"checkpoint: best m=3.5: {best.best_model_path}"
-    assert lines[2] == f"logs: {made.log_dir}"
+    assert lines[2:] == [f"logs: {made.log_dir}", f"report: {made.log_dir}/report.html"]
+    assert Path(made.log_dir, "report.html").is_file()
     assert len(made.printed) <= 12
 
 

@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar, Final, Literal, Protocol, TextIO, final
 
@@ -202,7 +203,7 @@ class ProgressBar(Callback):
     times a second, and a step costs one addition and one read of the clock.
 
     When a fit ends, a bar that is enabled prints a summary through ``trainer.print``: steps, where the time went, the
-    best checkpoint of each `ModelCheckpoint` with its value, and the directory of the logs.
+    best checkpoint of each `ModelCheckpoint` with its value, the directory of the logs, and the report.
 
     Example:
         >>> class Percent(ProgressBar):
@@ -475,8 +476,9 @@ class _Times:
 
 
 def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
-    """What a fit has come to, in at most eight lines."""
+    """What a fit has come to, in at most ten lines."""
     from trainer_kit.callbacks.monitors import ThroughputMonitor
+    from trainer_kit.report.page import REPORT
     from trainer_kit.state.runs import keep_checkpoints
 
     now = monotonic()
@@ -498,7 +500,7 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
             )  # no sync point: on the CPU
             lines.append(f"checkpoint: {value}: {callback.best_model_path}")
     if trainer.log_dir is not None:
-        lines.append(f"logs: {trainer.log_dir}")
+        lines += [f"logs: {trainer.log_dir}", f"report: {Path(trainer.log_dir) / REPORT}"]
     if steps and not trainer.callback_metrics:
         lines.append('nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss')
     return lines
