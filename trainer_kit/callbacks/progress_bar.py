@@ -478,7 +478,7 @@ class _Times:
 def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
     """What a fit has come to, in at most ten lines."""
     from trainer_kit.callbacks.monitors import ThroughputMonitor
-    from trainer_kit.report.page import REPORT
+    from trainer_kit.state.records import REPORT
     from trainer_kit.state.runs import keep_checkpoints
 
     now = monotonic()

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.report.collect import RunDirectory
+from trainer_kit.state.records import REPORT
 
 __all__ = ["REPORT", "page_part", "render", "write_report"]
-
-REPORT: Final = "report.html"
 
 
 @cache

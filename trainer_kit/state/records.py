@@ -17,9 +17,11 @@ from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import is_url
 
-__all__ = ["RUN", "RunRecord", "read_records", "record_problem", "write_record"]
+__all__ = ["REPORT", "RUN", "RunRecord", "read_records", "record_problem", "write_record"]
 
 RUN: Final = "run.json"
+REPORT: Final = "report.html"
+"""The page of a run, in its directory."""
 _FORMAT: Final = "trainer_kit.runs"
 _VERSION: Final = 1
 _LARGEST: Final = 16 << 20
