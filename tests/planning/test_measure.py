@@ -1,6 +1,7 @@
 """The measured memory of a step against the CPU allocator in a real fit; what is counted, and what stays as it was."""
 
 import copy
+import dataclasses
 import resource
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import BatchEncoding
 
 import trainer_kit as tk
 from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made, sent
@@ -96,6 +98,50 @@ def test_a_larger_batch_needs_more_activations():
     small, large = (on_cpu(module, batch, candidate(samples=samples)).memory[0] for samples in (4, 8))
     assert small["parameters"] == large["parameters"]
     assert 1.9 < large["activations"] / small["activations"] < 2.1
+
+
+@dataclasses.dataclass
+class Sentences:
+    tokens: torch.Tensor
+
+
+class Movable:
+    """Shows no tensors."""
+
+    def to(self, device):
+        return self
+
+
+@pytest.mark.parametrize("wrap", [BatchEncoding, lambda batch: Sentences(batch["tokens"]), lambda batch: [batch]])
+def test_batches_of_every_kind_get_the_size_of_the_candidate(wrap):
+    """A batch of transformers has a ``to`` of its own; it kept its size, and every plan was of that."""
+
+    class Reader(tk.TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.Embedding(16, 64)
+            self.out = nn.Linear(64, 64)
+
+        def training_step(self, batch, batch_idx):
+            batch = batch[0] if isinstance(batch, list) else batch
+            tokens = batch.tokens if isinstance(batch, Sentences) else batch["tokens"]
+            return self.out(torch.tanh(self.embed(tokens))).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    plain = on_cpu(Reader(), {"tokens": torch.zeros(8, 24, dtype=torch.long)}, candidate(samples=32))
+    given = wrap({"tokens": torch.zeros(2, 24, dtype=torch.long)})
+    found = on_cpu(Reader(), given, candidate(samples=32))
+    assert found.exact, found.notes
+    assert found.memory == plain.memory
+    assert found.flops == plain.flops > 0
+
+
+def test_a_batch_that_shows_no_tensors_is_not_measured():
+    found = on_cpu(TinyModule(), [torch.zeros(2, 32), Movable()], candidate())
+    assert not found.exact
+    assert "a batch with a Movable cannot be made in another size" in found.notes[0]
 
 
 def test_recomputed_activations_need_less():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import BatchEncoding
 
 import trainer_kit as tk
 from tests.planning import verified
@@ -86,6 +87,21 @@ def test_an_augmentation_with_state():
     first = verify(verified.Classifier(), loader).first
     assert (first.kind, first.step) == ("data", 0)
     assert first.where.startswith("sample ")
+
+
+def test_an_augmentation_with_state_in_a_batch_of_transformers():
+    """Its tensors were not compared: it is a mapping with a ``to`` of its own."""
+
+    class Reader(verified.Classifier):
+        def training_step(self, batch, batch_idx):
+            return super().training_step((batch["x"], batch["y"]), batch_idx)
+
+    def collate(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return BatchEncoding({"x": x, "y": y})
+
+    loader = torch.utils.data.DataLoader(verified.Counting(), batch_size=4, collate_fn=collate)
+    assert verify(Reader(), loader, steps=2).first.kind == "data"
 
 
 def test_tied_weights_that_a_strategy_unties():

@@ -14,8 +14,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.errors import ConfigurationError, RankError
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.pipeline import tensors_of
 
 __all__ = ["LoopChecks"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
 from typing import Any, Final
 
 import torch
@@ -21,6 +21,7 @@ __all__ = [
     "map_movable",
     "move_to_device",
     "state_name",
+    "tensors_of",
     "to_float32",
 ]
 
@@ -106,6 +107,23 @@ def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
             object.__setattr__(clone, name, value)
         return clone
     return node
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Iterate over the tensors of a batch or an output, in order: of mappings, sequences and dataclasses.
+
+    Example:
+        >>> [tensor.ndim for tensor in tensors_of({"x": torch.zeros(2, 2), "pair": (torch.zeros(2), "a")})]
+        [2, 1]
+    """
+    if isinstance(batch, Tensor):
+        yield batch
+    elif isinstance(batch, (Mapping, MutableSequence, tuple)):
+        for part in batch.values() if isinstance(batch, Mapping) else batch:
+            yield from tensors_of(part)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        for field in dataclasses.fields(batch):
+            yield from tensors_of(getattr(batch, field.name))
 
 
 def local(tensor: Any) -> Tensor:

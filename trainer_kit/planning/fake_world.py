@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
+from trainer_kit.core.tensors import map_movable
 from trainer_kit.data.sizes import batch_size_of
 
 __all__ = ["adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world"]
@@ -198,6 +199,9 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode) -> Any:
         batch: a tree of tensors and other values; those without a first dimension of the batch's size stay.
         samples: the new size.
         mode: the mode that the copies belong to.
+
+    Raises:
+        TypeError: the batch has an object that can be moved to a device, and shows no tensors.
     """
     size = batch_size_of(batch)
 
@@ -208,14 +212,19 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode) -> Any:
                 shape[0] = samples
             with mode:
                 return torch.empty(shape, dtype=value.dtype, device="cpu")
-        return value
+        if not isinstance(value, MutableMapping):
+            raise TypeError(f"a batch with a {type(value).__name__} cannot be made in another size")
+        own: Any = copy.copy(value)  # a batch of transformers, which has a method ``to`` of its own
+        for key, part in value.items():
+            own[key] = map_movable(part, resized)
+        return own
 
-    return _resized_lists(tree_map(resized, batch), size, samples)
+    return _resized_lists(map_movable(batch, resized), size, samples)
 
 
 def _resized_lists(value: Any, size: int, samples: int) -> Any:
     """Lists of one entry a sample, such as texts, repeated to the new size."""
-    if isinstance(value, Mapping) and type(value) is dict:
+    if type(value) is dict:
         return {key: _resized_lists(one, size, samples) for key, one in value.items()}
     alone = (
         isinstance(value, list) and len(value) == size and not any(isinstance(v, Tensor) for v in tree_leaves(value))

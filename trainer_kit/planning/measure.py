@@ -13,6 +13,7 @@ from trainer_kit.build import choose_precision
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.planning.calculate import calculated
 from trainer_kit.planning.candidates import axes_of, strategy_for
 from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mail, fake_mode, fake_module, fake_world
@@ -165,7 +166,7 @@ class _Trial:
                 if index == _WARM_UP:
                     since, flops = tracker.mark(), tracker.flops
                     counter.restart()
-                tracker.note(run.micro.batches, "activations")
+                tracker.note(list(tensors_of(run.micro.batches)), "activations")
                 run.forward_backward(run.micro)
                 tracker.note_state(held, optimizers)
                 with tracker.stepping():

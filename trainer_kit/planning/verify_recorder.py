@@ -12,9 +12,9 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data.order import derive_seed
 from trainer_kit.planning.verify_operations import trace
 from trainer_kit.training.session import Session
@@ -28,7 +28,6 @@ __all__ = [
     "losses_of",
     "names_of",
     "reseed",
-    "tensors_of",
     "tied_names",
     "watch",
     "whole",
@@ -106,11 +105,6 @@ def canonical(name: str) -> str:
         'net.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a batch or an output, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def reseed(*parts: int) -> None:

@@ -17,6 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import EMPTY, Feed
 from trainer_kit.planning.verify_recorder import (
     Micro,
@@ -26,7 +27,6 @@ from trainer_kit.planning.verify_recorder import (
     losses_of,
     names_of,
     reseed,
-    tensors_of,
     tied_names,
     watch,
     whole,

@@ -22,6 +22,7 @@ from trainer_kit.core.errors import DataError, StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.transforms.pipeline_stages import (
@@ -35,7 +36,7 @@ from trainer_kit.strategies.transforms.pipeline_stages import (
 )
 from trainer_kit.strategies.transforms.transform import Transform
 
-__all__ = ["SCHEDULES", "Pipeline", "PipelineParallel", "bubble", "check_schedule", "tensors_of"]
+__all__ = ["SCHEDULES", "Pipeline", "PipelineParallel", "bubble", "check_schedule"]
 
 
 class _Taken(BaseException):
@@ -542,15 +543,6 @@ def _copied(batch: Any) -> Any:
         same[:] = [_copied(part) for part in batch]
         return same
     return batch
-
-
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Iterate over the tensors of a batch, in order."""
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, (Mapping, list, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_of(part)
 
 
 @contextmanager
