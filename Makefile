@@ -150,6 +150,7 @@ docs: .venv/.stamp
 pictures: .venv/.stamp
 	$(BIN)/python docs/draw/mesh.py
 	$(BIN)/python docs/draw/curves.py $(if $(RUN),--run)
+	$(BIN)/python docs/draw/tutorials.py
 	$(BIN)/python docs/draw/report.py
 
 # The site is built from the text of the sources: its environment needs neither torch nor this package.

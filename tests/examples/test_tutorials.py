@@ -23,6 +23,7 @@ from trainer_kit.launch.processes import local_environment
 
 ROOT = EXAMPLES.parent
 GENERATOR = runpy.run_path(str(ROOT / "docs" / "generate_tutorials.py"))
+PICTURES = runpy.run_path(str(ROOT / "docs" / "draw" / "tutorials.py"))
 SIZES = [pytest.param(["--small"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.long)]
 
 
@@ -46,6 +47,8 @@ def picture(name: str) -> Image.Image:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_text_classifier_learns_what_a_bag_of_words_cannot(size: list[str], run: Run) -> None:
     said = run("tutorials/text_classifier", *size)
+    assert number(r"(\d+) reviews to train on", said) > 5 * number(r"(\d+) to validate", said) > 0
+    assert number(r"(\d+) to test; one: \('the ", said) > 0
     assert number(r"test accuracy ([\d.]+)", said) > (0.9 if size else 0.95)
     assert number(r"bag of words ([\d.]+)", said) < 0.6
     positive, negative = (number(rf"([\d.]+)  the music was never {word}", said) for word in ("tedious", "funny"))
@@ -104,6 +107,8 @@ def test_the_cells_run_in_a_notebook(programs: Programs) -> None:
     assert ran.returncode == 0, ran.stderr
     assert result(ran.stdout)[0] == 1
     assert result(ran.stdout)[2] > 0.9
+    accuracies = curve(ran.stdout, "val_acc")
+    assert accuracies[-1] == pytest.approx(result(ran.stdout)[2], abs=1e-4)
 
 
 def run_plainly(*flags: str, launcher: tuple[str, ...] = (), **environment: str) -> str:
@@ -195,6 +200,25 @@ def test_every_tutorial_has_a_page_that_is_listed() -> None:
     assert {f"examples/tutorials/{path.name}" for path in (EXAMPLES / "tutorials").glob("*.py")} <= scripts
     index = (ROOT / "docs" / "tutorials" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\w+)\.md\)", index)) == pages
+
+
+def test_every_picture_of_a_page_is_drawn_by_the_command() -> None:
+    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "tutorials").glob("*.md")]
+    shown = set(re.findall(r"\]\(\.\./pictures/([^)]+\.png)\)", "\n".join(pages)))
+    assert shown == set(PICTURES["PLOTS"].values())
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\npictures:")[2].partition("\n\n")[0]
+    assert set(re.findall(r"docs/draw/\w+\.py", recipe)) == {
+        f"docs/draw/{x.name}" for x in (ROOT / "docs" / "draw").glob("*.py")
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PICTURES["PLOTS"])
+def test_the_command_keeps_what_the_script_wrote(name: str, tmp_path: Path) -> None:
+    drawn = PICTURES["draw"](name, "--small", into=tmp_path)
+    assert drawn == tmp_path / PICTURES["PLOTS"][name]
+    checked_in = ROOT / "docs" / "pictures" / drawn.name
+    assert picture(str(drawn)).size == picture(str(checked_in)).size
 
 
 def test_cells_of_a_script() -> None:
