@@ -267,6 +267,20 @@ def gives_a_reason(accelerator: tk.Accelerator) -> None:
         accelerator.state.select_deepspeed_plugin("third")
 
 
+def an_empty_group_is_refused_with_a_schedule() -> None:
+    for schedules in (True, False):
+        accelerator, net = made({"zero_stage": 1}, gradient_accumulation_steps=1), make_net()
+        optimizer = torch.optim.AdamW([{"params": []}, {"params": list(net.parameters())}])
+        if schedules:
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+            with pytest.raises(StrategyError, match="group 0 of 2 of AdamW has none"):
+                accelerator.prepare(net, optimizer, scheduler)
+        else:
+            accelerator.prepare(net, optimizer)
+            assert len(optimizer.param_groups) == 1
+        accelerator.free_memory()
+
+
 def stand_ins() -> None:
     config = {
         "zero_optimization": {"stage": 1},
@@ -314,6 +328,7 @@ def test_one_process_trains_and_unsupported_options_are_refused() -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         del os.environ[name]  # nobody launched this process
     stand_ins()
+    an_empty_group_is_refused_with_a_schedule()
     several = {name: tk.DeepSpeedPlugin(zero_stage=stage) for name, stage in [("one", 1), ("other", 3)]}
     accelerator = tk.Accelerator(cpu=True, deepspeed_plugins=several)
     assert accelerator.distributed_type == "DEEPSPEED"

@@ -203,6 +203,15 @@ def two(net: nn.Module) -> Any:
     return {"a": torch.optim.SGD(net[0].parameters(), 0.1), "b": torch.optim.SGD(net[3].parameters(), 0.1)}
 
 
+def with_empty_group(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([{"params": [], "weight_decay": 0.0}, {"params": list(net.parameters())}])
+
+
+def with_schedule(net: nn.Module) -> Any:
+    optimizer = with_empty_group(net)
+    return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))]
+
+
 def low_bit(net: nn.Module) -> Any:
     return tk.optimizer("adamw8bit", net.parameters())
 
@@ -274,6 +283,7 @@ def test_one_process_offloads_and_unsupported_options_are_refused() -> None:
         (Classifier(make_net(), low_bit), {}, StrategyError, "AdamW8bit does not support sharded parameters"),
         (Classifier(make_net(), lambda net: None), {}, StrategyError, "DeepSpeed needs an optimizer"),
         (Classifier(make_net(), two), {}, StrategyError, "one loss and one optimizer"),
+        (Classifier(make_net(), with_schedule), {}, StrategyError, "group 0 of 2 of AdamW has none"),
         (Classifier(make_net()), {"gradient_clip_val": 1, "gradient_clip_algorithm": "value"}, StrategyError, "norm"),
         (Classifier(make_net()), {"precision": "16-mixed"}, PrecisionError, "cannot run float16"),
         (Classifier(make_net()), {"accumulate_grad_batches": 2}, StrategyError, "accumulate_grad_batches: 2"),

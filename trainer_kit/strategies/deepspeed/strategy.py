@@ -279,7 +279,7 @@ class DeepSpeedStrategy(Strategy):
         optimizer.add_param_group = _refuse_group  # type: ignore[method-assign]
 
     def _check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second optimizer, one of another model, and one that has been stepped."""
+        """Refuse a second optimizer, one of another model, one that has been stepped, and one with an empty group."""
         if self._optimizer is not None:
             raise StrategyError("DeepSpeed steps one optimizer", fix="one optimizer, with a group for each part")
         own = set(self._step.parameters())
@@ -291,6 +291,13 @@ class DeepSpeedStrategy(Strategy):
             )
         if optimizer.state:
             raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
+        empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
+        if empty and any("initial_lr" in group for group in optimizer.param_groups):  # a scheduler has set it
+            raise StrategyError(
+                "DeepSpeed drops parameter groups without parameters, and a scheduler has a learning rate for each",
+                found=f"group {empty[0]} of {len(optimizer.param_groups)} of {type(optimizer).__name__} has none",
+                fix='make the optimizer without it: [group for group in groups if group["params"]]',
+            )
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
         deepspeed = deepspeed_of(self.device)
