@@ -344,7 +344,7 @@ def test_a_value_that_changes_in_place_later_keeps_its_logged_value(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
 def test_a_value_between_two_flushes_keeps_its_dtype(dtype):
-    """A tensor of the default dtype on the CPU is kept as a number, others as tensors."""
+    """A float32 tensor on the CPU is kept as a number, others as tensors."""
     seen = []
 
     class Looks(Net):
@@ -354,6 +354,25 @@ def test_a_value_between_two_flushes_keeps_its_dtype(dtype):
     value = torch.tensor(7 / 3).to(dtype)
     fit(Looks(lambda m, v: m.log("a", value)), train=[torch.zeros(1)] * 2, log_every_n_steps=50)
     assert [(one.dtype, one.item()) for one in seen] == [(dtype, value.item())] * 2
+
+
+def test_a_value_of_a_run_in_float64_is_not_rounded_between_two_flushes():
+    """torch's default dtype is float64 in the step only."""
+    seen = []
+
+    class Looks(Net):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            seen.append(self.trainer.callback_metrics["a"])
+
+    value = torch.tensor(7 / 3, dtype=torch.float64)
+    fit(Looks(lambda m, v: m.log("a", value)), precision="64-true", log_every_n_steps=50)
+    assert [(one.dtype, one.item()) for one in seen] == [(torch.float64, 7 / 3)] * 3
+
+
+def test_numbers_and_tensors_under_one_name_are_averaged_in_float64():
+    values = iter([7 / 3, torch.tensor(7 / 3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.bfloat16)])
+    net = Net(lambda m, v: m.log("a", next(values), on_step=False, on_epoch=True, batch_size=1))
+    assert fit(net).rows.of("a") == [(3, (7 / 3 + 7 / 3 + 0.5) / 3)]
 
 
 def test_nan_is_a_value():

@@ -116,7 +116,9 @@ class Entry:
             last = self.last if self.metric is None else getattr(self.metric, "_forward_cache", None)
             if last is None:
                 return {}
-            value = torch.as_tensor(last)
+            # Of a number, which may have been a float32 tensor: float32 or more, whatever dtype the model has.
+            exact = torch.promote_types(torch.get_default_dtype(), torch.float32) if isinstance(last, float) else None
+            value = torch.as_tensor(last, dtype=exact)
             return {self.name: value, self.forked("step"): value}
         if self.metric is not None or callable(self.reduce):
             return {}
@@ -248,10 +250,10 @@ def _stacked(values: Sequence[Any]) -> Tensor:
     if all(map(isinstance, values, repeat((int, float)))):  # no Python call for each value
         return torch.tensor(values, dtype=torch.float64)
     device = next(v.device for v in values if isinstance(v, Tensor))
-    # A copy that waits would be a sync in a step.
-    away = [v if isinstance(v, Tensor) and v.device == device else torch.as_tensor(v) for v in values]
-    tensors: list[Tensor] = [v if v.device == device else move_to_device(v, device) for v in away]
     wide = torch.float32 if device.type == "mps" else torch.float64
+    away = [v if isinstance(v, Tensor) else torch.as_tensor(v, dtype=wide) for v in values]
+    # A copy that waits would be a sync in a step.
+    tensors: list[Tensor] = [v if v.device == device else move_to_device(v, device) for v in away]
     if len({t.dtype for t in tensors}) == 1:
         return torch.stack(tensors).to(wide)
     return torch.stack([t.to(wide) for t in tensors])

@@ -97,7 +97,7 @@ class Metrics:
             entry = self._adopt(entry, name, options)
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
-        if value.__class__ is Tensor and value.is_cpu and value.dtype is torch.get_default_dtype() and not value.dim():
+        if value.__class__ is Tensor and value.is_cpu and value.dtype is torch.float32 and not value.dim():
             value = value.item()  # no sync point: on the CPU, where a copy takes ten times as long
         elif isinstance(value, Tensor):
             value = value.detach().clone()  # it may change in place before the flush
