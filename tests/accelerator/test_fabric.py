@@ -141,6 +141,35 @@ def test_saving_and_loading(tmp_path):
     assert fabric.load(tmp_path / "some")["model"].keys() == {"0.weight", "0.bias"}
 
 
+class Counting(torch.optim.SGD):
+    """Has state of its own, as optimizers of other packages do."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        return super().step(closure)
+
+    def state_dict(self):
+        return {**super().state_dict(), "steps": self.steps}
+
+    def load_state_dict(self, state_dict):
+        self.steps = state_dict["steps"]
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "steps"})
+
+
+def test_an_optimizer_with_state_of_its_own(tmp_path):
+    fabric = Fabric(accelerator="cpu")
+    model, other = net(), net()
+    model, optimizer = fabric.setup(model, Counting(model.parameters(), lr=0.1))
+    fabric.backward(model(torch.ones(2, 3)).sum())
+    optimizer.step()
+    fabric.save(tmp_path / "saved", {"optimizer": optimizer})
+    _, loaded = fabric.setup(other, Counting(other.parameters(), lr=0.1))
+    fabric.load(tmp_path / "saved", {"optimizer": loaded})
+    assert loaded.optimizer.steps == 1
+
+
 def test_files_of_lightning(tmp_path):
     expected = by_hand(epochs=1)
     torch.save({"model": expected.state_dict(), "iteration": 6}, tmp_path / "fabric.ckpt")
@@ -422,6 +451,11 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
         fabric, _, weights = run(strategy, size, f"{box[0]}/{start}")
         if fabric.is_global_zero:
             torch.testing.assert_close(weights, dict(whole.state_dict()), rtol=0, atol=1e-6, msg=name)
+    fabric = Fabric(accelerator="cpu", strategy="fsdp")
+    first = fabric.setup(net())
+    optimizer = fabric.setup_optimizers(torch.optim.Adam(list(first.parameters())[:2]))
+    with pytest.raises(tk.ConfigurationError, match=r"has \[4\] parameters in its groups, and this one \[2\]"):
+        fabric.load(f"{box[0]}/ddp", {"optimizer": optimizer})
     fabric.barrier()
     if fabric.is_global_zero:
         shutil.rmtree(box[0])

@@ -103,6 +103,17 @@ def test_mistakes_that_have_a_name(module: Any, options: Any, fit: Any, said: st
         Trainer(**{**QUIET, "max_steps": 1, **options}).fit(module(), [torch.randn(4, 32)], **fit)
 
 
+def test_a_later_loss_of_several_numbers_gets_a_note() -> None:
+    class Rows(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.layer(batch)
+            return loss.mean() if batch_idx == 0 else loss[:, 0]
+
+    with pytest.raises(RuntimeError) as caught:
+        Trainer(max_epochs=1, **QUIET).fit(Rows(), [torch.randn(4, 32)] * 2)
+    assert "is one number: use its .mean()" in "\n".join(caught.value.__notes__)
+
+
 def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
     Trainer(**{**QUIET, "enable_checkpointing": True}, max_epochs=1, default_root_dir=tmp_path).fit(
         TinyModule(), [torch.randn(4, 32)]

@@ -380,10 +380,21 @@ class Fabric:
         self.accelerator.strategy.load_module_state(self.accelerator.unwrap_model(module), weights, strict)
 
     def _load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Load the state of whole parameters; a process keeps its parts."""
+        """Load the state of whole parameters; where they are divided, a process keeps its parts."""
+        from torch.distributed.tensor import DTensor
+
         self._refuse_engines_optimizer()
         inner: Optimizer = getattr(optimizer, "optimizer", optimizer)
         parameters = [p for group in inner.param_groups for p in group["params"]]
+        if not any(isinstance(parameter, DTensor) for parameter in parameters):
+            optimizer.load_state_dict(state)  # which may have more than torch's optimizers have
+            return
+        sizes = [[len(group["params"]) for group in groups] for groups in (inner.param_groups, state["param_groups"])]
+        _refuse(
+            sizes[0] != sizes[1],
+            f"the saved optimizer has {sizes[1]} parameters in its groups, and this one {sizes[0]}",
+            "make the same groups as when it was saved",
+        )
         options = [{key: one for key, one in group.items() if key != "params"} for group in state["param_groups"]]
         states = {parameters[index]: own for index, own in state["state"].items()}
         self.accelerator.strategy.load_optimizer_state(inner, options, states)

@@ -26,6 +26,7 @@ _DOUBLE: Final = (
     ' or train with precision="64-true"'
 )
 _CLASSES: Final = "the loss takes the numbers of classes as whole numbers: y.long()"
+_ONE: Final = "the loss, and a value that .item() reads, is one number: use its .mean()"
 _MISTAKES: Final = (
     ("not compiled with CUDA", _ELSEWHERE),
     ("no NVIDIA driver", _ELSEWHERE),
@@ -37,6 +38,8 @@ _MISTAKES: Final = (
     ("mat1 and mat2 must have the same dtype", _DOUBLE),
     ("expected target dtype to be Long", _CLASSES),
     ("expected scalar type Long", _CLASSES),
+    ("elements cannot be converted to Scalar", _ONE),
+    ("created only for scalar outputs", _ONE),
     ("TrainModule.log() missing 1 required", "self.log(name, value) takes one value, self.log_dict(values) a dict"),
 )
 """Words of an exception from a step or a loader, and the note for them."""
