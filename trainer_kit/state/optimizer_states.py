@@ -16,7 +16,7 @@ from trainer_kit.checkpoint.lightning import BY_POSITION
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.tensors import state_name
-from trainer_kit.step.optimizers import check_parameters
+from trainer_kit.step.optimizers import OptimizerProxy, check_parameters
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 
@@ -361,8 +361,12 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
     """Step other optimizers from here on; see docs/decisions/0121-prepared-modules-of-fabric.md.
 
     Raises:
-        ConfigurationError: the run cannot exchange its optimizers by these.
+        ConfigurationError: an element is not an optimizer, or the run cannot exchange its optimizers for these.
     """
+    optimizers = [OptimizerProxy.unwrapped(one) for one in optimizers]
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise ConfigurationError("this is no optimizer", found=repr(one), fix="trainer.optimizers = [optimizer]")
     if run.guard is not None:
         raise ConfigurationError(
             "these optimizers cannot be exchanged in a run",

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, final, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -21,7 +21,7 @@ from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
 from trainer_kit.core.environment import Environment, list_devices
-from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
@@ -42,54 +42,18 @@ from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
+from trainer_kit.training.attributes import (
+    Argument,
+    Elsewhere,
+    FitLoop,
+    OptimizersOfFit,
+    PredictLoop,
+    missing_attribute,
+)
 from trainer_kit.training.loaders import training_feed
-from trainer_kit.training.loop_views import FitLoop, PredictLoop
 from trainer_kit.training.settings import Settings
 
 __all__ = ["Session", "TunesFit", "nothing"]
-
-
-@final
-class _Elsewhere:
-    """An attribute of Lightning's Trainer that this Trainer lacks; reading it names the replacement."""
-
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> NoReturn:
-        raise AttributeError(f"the Trainer has no {self._name}: {self._instead}")
-
-    def __set__(self, instance: Any, value: Any) -> NoReturn:
-        self.__get__(instance)
-
-
-@final
-class _Argument:
-    """Read-only access to a Trainer argument as it was given: a number, a word, or the name of an object."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else instance.arguments[self._name]
-
-    def __set__(self, instance: Any, value: Any) -> NoReturn:
-        raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
-
-
-@final
-class _InUse(list[Optimizer]):
-    """The optimizers of a fit; to replace one of them, all are set together."""
-
-    def __setitem__(self, *given: Any) -> NoReturn:
-        raise ConfigurationError(
-            "the optimizers of a run are set together",
-            found="trainer.optimizers[...] = ...",
-            fix="trainer.optimizers = [...], with all of them",
-        )
 
 
 def nothing(*arguments: Any) -> None:
@@ -637,7 +601,7 @@ class Session:
     @property
     def optimizers(self) -> list[Optimizer]:
         """The optimizers of the running fit."""
-        return [] if self.run is None else _InUse(self.run.stepper.made.optimizers)
+        return [] if self.run is None else OptimizersOfFit(self.run.stepper.made.optimizers)
 
     @optimizers.setter
     def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
@@ -647,13 +611,7 @@ class Session:
                 found="trainer.optimizers = ...",
                 fix="return them from configure_optimizers, or set them in a hook of fit: `if trainer.training:`",
             )
-        given = [OptimizerProxy.unwrapped(one) for one in as_list(optimizers, Optimizer)]
-        for one in given:
-            if not isinstance(one, Optimizer):
-                raise ConfigurationError(
-                    "this is no optimizer", found=repr(one), fix="trainer.optimizers = [optimizer]"
-                )
-        exchange_optimizers(self.run, given)
+        exchange_optimizers(self.run, as_list(optimizers, Optimizer))
 
     @property
     def manual_optimizers(self) -> list[Any]:
@@ -876,49 +834,43 @@ class Session:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__") or name in dir(type(self)):  # a property has raised an AttributeError
                 return object.__getattribute__(self, name)
-            fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
-            if not name.startswith("_"):
-                known = [one for one in dir(type(self)) if not one.startswith("_")]
-                fix = self.former_methods.get(name) or did_you_mean(name, known, "dir(trainer) lists its attributes")
-            raise AttributeError(str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix)))
+            raise missing_attribute(self, name, self.former_methods)
 
-    validate_loop = _Elsewhere(
+    validate_loop = Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"
     )
-    test_loop = _Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
-    profiler = _Elsewhere(
-        "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code"
-    )
-    scaler = _Elsewhere("trainer.precision_plugin.scaler")
-    accelerator = _Elsewhere("trainer.strategy.device")
-    plugins = _Elsewhere("trainer.precision_plugin is the precision")
-    enable_validation = _Elsewhere("trainer.num_val_batches is empty without validation")
-    add_argparse_args = _Elsewhere("trainer_kit.cli(Module, DataModule) has an option for every argument")
-    from_argparse_args = _Elsewhere(
+    test_loop = Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
+    profiler = Elsewhere("it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code")
+    scaler = Elsewhere("trainer.precision_plugin.scaler")
+    accelerator = Elsewhere("trainer.strategy.device")
+    plugins = Elsewhere("trainer.precision_plugin is the precision")
+    enable_validation = Elsewhere("trainer.num_val_batches is empty without validation")
+    add_argparse_args = Elsewhere("trainer_kit.cli(Module, DataModule) has an option for every argument")
+    from_argparse_args = Elsewhere(
         "trainer_kit.cli(Module, DataModule) makes it; or Trainer(max_epochs=args.max_epochs)"
     )
-    distributed_sampler_kwargs = _Elsewhere(
+    distributed_sampler_kwargs = Elsewhere(
         "loaders are divided without samplers; trainer.world_size and global_rank say how"
     )
 
     # -- arguments that nothing above has ------------------------------------------------------------------------
 
-    activation_checkpointing = _Argument()
-    benchmark = _Argument()
-    compile = _Argument()
-    detect_anomaly = _Argument()
-    deterministic = _Argument()
-    devices = _Argument()
-    enable_autolog_hparams = _Argument()
-    enable_checkpointing = _Argument()
-    enable_model_summary = _Argument()
-    enable_progress_bar = _Argument()
-    global_batch_size = _Argument()
-    inference_mode = _Argument()
-    loss_weighting = _Argument()
-    max_duration = _Argument()
-    max_time = _Argument()
-    reload_dataloaders_every_n_epochs = _Argument()
-    reproducible_workers = _Argument()
-    sync_batchnorm = _Argument()
-    use_distributed_sampler = _Argument()
+    activation_checkpointing = Argument()
+    benchmark = Argument()
+    compile = Argument()
+    detect_anomaly = Argument()
+    deterministic = Argument()
+    devices = Argument()
+    enable_autolog_hparams = Argument()
+    enable_checkpointing = Argument()
+    enable_model_summary = Argument()
+    enable_progress_bar = Argument()
+    global_batch_size = Argument()
+    inference_mode = Argument()
+    loss_weighting = Argument()
+    max_duration = Argument()
+    max_time = Argument()
+    reload_dataloaders_every_n_epochs = Argument()
+    reproducible_workers = Argument()
+    sync_batchnorm = Argument()
+    use_distributed_sampler = Argument()

@@ -1,10 +1,15 @@
-"""`trainer.fit_loop` and `trainer.predict_loop`: the attributes of Lightning's loop objects that scripts use."""
+"""Attributes of a Trainer for scripts of Lightning: loop objects, arguments, and answers for those that are missing."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol, final
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol, final
 
-__all__ = ["FitLoop", "PredictLoop"]
+from torch.optim import Optimizer
+
+from trainer_kit.core.errors import ConfigurationError, did_you_mean
+
+__all__ = ["Argument", "Elsewhere", "FitLoop", "OptimizersOfFit", "PredictLoop", "missing_attribute"]
 
 
 class _Limited(Protocol):
@@ -95,3 +100,55 @@ class PredictLoop(_View):
     def current_batch_indices(self) -> list[Any]:
         """Dataset indices of the samples in this rank's batch; empty if the loader does not draw indices."""
         return self._trainer.predict_batch_indices or []
+
+
+@final
+class Elsewhere:
+    """An attribute of Lightning's Trainer that this Trainer lacks; reading it names the replacement."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> NoReturn:
+        raise AttributeError(f"the Trainer has no {self._name}: {self._instead}")
+
+    def __set__(self, instance: Any, value: Any) -> NoReturn:
+        self.__get__(instance)
+
+
+@final
+class Argument:
+    """Read-only access to a Trainer argument as it was given: a number, a word, or the name of an object."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else instance.arguments[self._name]
+
+    def __set__(self, instance: Any, value: Any) -> NoReturn:
+        raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
+
+
+@final
+class OptimizersOfFit(list[Optimizer]):
+    """The optimizers of a fit; to replace one of them, all are set together."""
+
+    def __setitem__(self, *given: Any) -> NoReturn:
+        raise ConfigurationError(
+            "the optimizers of a run are set together",
+            found="trainer.optimizers[...] = ...",
+            fix="trainer.optimizers = [...], with all of them",
+        )
+
+
+def missing_attribute(trainer: object, name: str, former_methods: Mapping[str, str]) -> AttributeError:
+    """The error for an attribute that a Trainer lacks; it names the replacement or the nearest name."""
+    fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
+    if not name.startswith("_"):
+        known = [one for one in dir(type(trainer)) if not one.startswith("_")]
+        fix = former_methods.get(name) or did_you_mean(name, known, "dir(trainer) lists its attributes")
+    return AttributeError(str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix)))
