@@ -39,7 +39,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
-MAX_PACKAGE = 50_640  # docs/decisions/0137: a change that needs more raises it, and says why
+MAX_PACKAGE = 50_677  # docs/decisions/0137: a change that needs more raises it, and says why
 TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {
@@ -85,8 +85,9 @@ FOREIGN_MEMBERS = {
     "loggers and trackers of users, which need only log_metrics": """add_images add_text experiment finalize log_dir
         log_hyperparams main_process_only root_dir tracker writes_alone""",
     "transformers and peft": """_no_split_modules _tie_weights _tp_plan auto_map base_model_prefix base_model_tp_plan
-        config config_class distributed_config get_output_embeddings get_text_config hf_device_map hidden_size
-        hidden_sizes is_encoder_decoder module tie_encoder_decoder tie_word_embeddings tp_size""",
+        config config_class distributed_config find_packed_sequence_indices get_output_embeddings get_text_config
+        hf_device_map hidden_size hidden_sizes is_encoder_decoder module tie_encoder_decoder tie_word_embeddings
+        tp_size""",
     "Transformer Engine, by its version": "amax_history autocast fp8_meta",
     "DeepSpeed, by its stage and version": """_z3_optimizer averaged_gradients bit16_groups clear_backward_seen_flag
         clip_grad cpu_offload ds_id ds_numel ds_shape ds_tensor fp32_groups fp32_groups_flat fp32_groups_flat_partition

@@ -170,7 +170,8 @@ def _llama():
 
 class Llama(Measured):
     def training_step(self, batch, batch_idx):
-        return self.net(input_ids=batch, labels=batch).loss
+        inputs = batch if isinstance(batch, dict) else {"input_ids": batch}
+        return self.net(**inputs, labels=inputs["input_ids"]).loss
 
 
 class Together(Measured):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -23,7 +23,7 @@ from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.tensors import map_movable
 from trainer_kit.data.sizes import batch_size_of
 
-__all__ = ["adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world"]
+__all__ = ["adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world", "unpacked"]
 
 
 @contextmanager
@@ -147,6 +147,28 @@ def adapted() -> Iterator[None]:
         divides._chunk_with_empty = chunks
         stages._warmup_p2p = vote
         joins._concatenate = staticmethod(concatenate)
+
+
+@contextmanager
+def unpacked(batch: Any) -> Iterator[None]:
+    """Inside, models of transformers take each sample for one sequence, unless the batch has ``position_ids``.
+
+    They look for packed sequences in the values of positions. Where a tensor has no values they make a mask for them,
+    and with a mask they repeat keys and values for all heads; positions that a model counts itself are never packed.
+
+    Args:
+        batch: as the module gets it.
+    """
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    plain = getattr(masks, "find_packed_sequence_indices", None)
+    if plain is None or (isinstance(batch, Mapping) and "position_ids" in batch):
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = plain
 
 
 def fake_mode() -> FakeTensorMode:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
 
@@ -16,7 +17,7 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.planning.calculate import calculated
 from trainer_kit.planning.candidates import axes_of, strategy_for
-from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mail, fake_mode, fake_module, fake_world
+from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mail, fake_mode, fake_module, fake_world, unpacked
 from trainer_kit.planning.memory_tracker import StepTracker
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
 from trainer_kit.planning.replicas import FakeReplicas
@@ -38,6 +39,8 @@ _HOST: Final = ("parameters", "gradients", "optimizer")
 """What a strategy that offloads keeps in host memory."""
 _RUN: Final = frozenset({"single", "ddp", "fsdp", "mesh"})
 """The engines whose step can be run without data."""
+_READ: Final = frozenset({"attention_mask", "position_ids"})
+"""Parts of a batch from whose values models of transformers choose whether they make a mask."""
 
 
 def measure(
@@ -111,7 +114,7 @@ class _Trial:
         stages = strategy_for(candidate).places(candidate.world).get("pp", 1)
         box: dict[int, list[Any]] = {}
         roles = [self._role(stage * candidate.world // stages, box) for stage in range(stages)]
-        notes = _notes(self.module, candidate, self.accelerator)
+        notes = _notes(self.module, self.batch, candidate, self.accelerator)
         if stages > 1:
             notes += ("of the stages, traffic and operations are those of the one that has most",)
         return Measured(
@@ -161,7 +164,7 @@ class _Trial:
                 parameter.register_post_accumulate_grad_hook(note)
         tracker.note_state(held, optimizers)
         since = flops = 0
-        with self.mode, tracker, tracker.resizes():
+        with unpacked(self.batch), self.mode, tracker, tracker.resizes():
             for index, _ in enumerate(run.windows.epoch(run.progress)):
                 if index == _WARM_UP:
                     since, flops = tracker.mark(), tracker.flops
@@ -256,12 +259,15 @@ def _step_together(optimizers: Sequence[Optimizer]) -> None:
             group["foreach"] = True
 
 
-def _notes(module: nn.Module, candidate: Candidate, accelerator: str) -> tuple[str, ...]:
+def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str) -> tuple[str, ...]:
     notes = ["fragmentation, the workspace of kernels and the memory of libraries are not in it"]
     if accelerator != "cpu":
         notes.append(f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward")
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append("recurrent layers are measured as plain operators; a fused kernel has a workspace of its own")
+    if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):
+        found = ", ".join(sorted(_READ & batch.keys()))
+        notes.append(f"models of transformers read {found}: measured as for samples that are padded or packed")
     if candidate.offload:
         notes.append("copies between host and device memory, of one unit at a time, are not in it")
     return tuple(notes)
