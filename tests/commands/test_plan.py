@@ -76,6 +76,8 @@ def test_wrong_calls_exit_with_2():
         (("--world", "2", "--device", "h900"), "no data sheet of this device is known"),
         (("--world", "2", "--device", "h200", "--max-memory", "lots"), "--max-memory is a number of bytes"),
         (("--world", "2", "--device", "h200", "--", "--height", "1"), "calls no Trainer.fit"),
+        (("--world", "2", "--device", "h200", "--html", "none/plan.html"), "is no directory that can be written to"),
+        (("--world", "2", "--device", "h200", "--strategy", "dpp"), "no strategy is called 'dpp'"),
         (("--device", "h200"), "Missing option '--world'"),
     ):
         done = run(*words)

@@ -83,6 +83,8 @@ def test_what_could_not_be_checked(verify, tmp_path):
     assert (ran.returncode, "could not check" in ran.stderr, "--local with 2 ranks" in ran.stderr) == (2, True, True)
     ran = verify("--strategy", "nonsense", "--devices", 2)
     assert (ran.returncode, "could not check" in ran.stderr) == (2, True)
+    ran = verify("--html", "none/page.html")
+    assert (ran.returncode, "is no directory that can be written to" in ran.stderr) == (2, True)
     (tmp_path / "train.py").write_text("raise ValueError('broken')\n", encoding="utf-8")
     ran = verify()
     assert (ran.returncode, "broken" in ran.stderr) == (2, True)

@@ -176,6 +176,16 @@ def test_a_datamodule_a_dict_of_loaders_and_this_machine():
     assert both.best().measured.flops == pytest.approx(2 * plan.best().measured.flops, rel=0.01)
 
 
+def test_samples_that_the_ranks_cannot_divide_are_named():
+    options = {"device": "h100", "strategies": ["ddp", "ddp"], "precisions": ["32-true"], "global_batch_size": 16}
+    plan = trainer().plan(Net(32), loader(width=32), world=[4, 3, 64], **options)
+    assert len(plan.rows) == 3, "each word counts once"
+    assert [note for note in plan.notes if "samples a step, and not" in note] == [
+        "3 ranks have 15 samples a step, and not 16: each has one or more, all equally many",
+        "64 ranks have 64 samples a step, and not 16: each has one or more, all equally many",
+    ]
+
+
 def test_wrong_calls_are_answered_in_words():
     for given, text in (
         ({"world": 0}, "a world has one rank or more"),
@@ -183,6 +193,8 @@ def test_wrong_calls_are_answered_in_words():
         ({"world": 2, "device": "h900"}, "no data sheet"),
         ({"world": 2, "max_memory": "much"}, "max_memory is a number of bytes"),
         ({"world": 2, "price": -1}, "not negative"),
+        ({"world": 2, "strategies": ["fsdp", "dpp"]}, "no strategy is called 'dpp'"),
+        ({"world": 2, "precisions": ["bf16-mix"]}, "unknown precision 'bf16-mix'"),
         ({"world": 2, "global_batch_size": 0}, "samples of a step"),
     ):
         with pytest.raises(ConfigurationError, match=text):

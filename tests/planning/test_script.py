@@ -166,7 +166,7 @@ def test_scripts_without_a_fit_are_refused_in_words():
     assert "train.py failed before its Trainer.fit (line 4)\n  found: OSError: no data" in text
     assert "reads weights before the fit" not in text
     text = refused("layer = torch.nn.Linear(2, 2)\nprint(layer(torch.ones(2)).tolist())", empty_weights=True)
-    assert "reads weights before the fit" in text
+    assert "reads weights before the fit: call trainer.plan(...) there" in text
 
 
 def test_a_loop_over_an_accelerator_is_refused_in_words():

@@ -170,8 +170,41 @@ def test_whole_copies_are_measured_once_for_all_worlds():
 
 def test_a_precision_without_products_is_left_out_with_a_reason():
     rows, memory = found(device=find_device("t4"), precisions=("bf16-mixed",), strategies=("ddp",))
-    assert [(row.measured, row.reason) for row in rows] == [(None, "the device has no such products")]
+    assert [(row.measured, row.reason) for row in rows] == [
+        (None, "no rate of bf16-mixed products is known for this device")
+    ]
     assert not memory.measured
+
+
+def test_a_strategy_that_offloads_by_its_name_is_measured_with_its_state_in_host_memory():
+    """It was measured like the strategy without offload."""
+    rows, memory = found(strategies=("fsdp_cpu_offload",))
+    assert [(each.strategy, each.offload) for each in memory.measured] == [("fsdp", True)]
+    assert rows[0].measured.host == 5 * GB
+
+
+def test_a_module_that_refuses_a_single_sample():
+    """As a batch norm does: of one sample only the state is calculated, and it was taken for the smallest size."""
+    memory = Memory()
+
+    def measure(candidate):
+        one = candidate.micro_batch == 1
+        return replace(memory(candidate), exact=not one, notes=("it is one sample",) * one)
+
+    one = {"worlds": (1,), "strategies": ("ddp",)}
+    first = search(question(limit=50 * GB, **one), nn.Linear(1, 1), measure)[0]
+    assert (first.candidate.micro_batch, first.candidate.accumulate) == (2, 32)
+    assert first.estimate is not None
+    rows = search(question(limit=45 * GB, **one), nn.Linear(1, 1), measure)
+    assert next(row.reason for row in rows if row.estimate is None) == "needs 48 GB, most of it optimizer: 40 GB"
+
+
+def test_more_tensor_parallel_ranks_than_ranks_are_answered_by_the_strategy():
+    def measure(candidate):
+        raise StrategyError("sizes do not divide the ranks")
+
+    rows = search(question(worlds=(4,), strategies=("tp8",)), Divisible(), measure)
+    assert [row.reason for row in rows] == ["cannot be built: sizes do not divide the ranks"]
 
 
 def test_more_ranks_than_samples_take_one_sample_each():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from trainer_kit.commands.terminal import FilePath
+from trainer_kit.commands.terminal import OutputPath
 
 __all__ = ["plan"]
 
@@ -39,7 +39,7 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
     help="Share of the peak that products are assumed to reach.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--html", type=FilePath(dir_okay=False, path_type=Path), help="Write a page with a bar for each rank.")
+@click.option("--html", type=OutputPath(), help="Write a page with a bar for each rank.")
 def plan(
     script: str,
     arguments: tuple[str, ...],

@@ -7,11 +7,12 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Final
 
 import click
 
-__all__ = ["FilePath", "ask", "choose", "table"]
+__all__ = ["FilePath", "OutputPath", "ask", "choose", "table"]
 
 _KEY: Final = re.compile(r"\x1b[\[O][A-D]|.", re.DOTALL)
 _UP: Final = ("\x1b[A", "\x1bOA", "k")
@@ -23,6 +24,19 @@ class FilePath(click.Path):
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         return super().convert(os.path.expanduser(value), parameter, context)
+
+
+class OutputPath(FilePath):
+    """A file that a command writes at its end: whether it can is checked before."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        found = super().convert(value, parameter, context)
+        if not os.access(Path(found).absolute().parent, os.W_OK):
+            self.fail(f"{Path(found).absolute().parent} is no directory that can be written to", parameter, context)
+        return found
 
 
 def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import click
 
-from trainer_kit.commands.terminal import FilePath
+from trainer_kit.commands.terminal import FilePath, OutputPath
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
 __all__ = ["verify"]
@@ -26,7 +26,7 @@ __all__ = ["verify"]
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Optimizer steps of each run.")
 @click.option("--local", is_flag=True, help="All ranks in one process; refused for more than one rank.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--html", type=FilePath(dir_okay=False, path_type=Path), help="Write a page with the difference by step.")
+@click.option("--html", type=OutputPath(), help="Write a page with the difference by step.")
 def verify(
     script: str,
     arguments: tuple[str, ...],

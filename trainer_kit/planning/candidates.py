@@ -15,7 +15,7 @@ from trainer_kit.core.registry import STRATEGIES
 from trainer_kit.planning.records import Candidate
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["axes_of", "model_parallel", "strategy_for"]
+__all__ = ["axes_of", "check_word", "model_parallel", "strategy_for"]
 
 _OFFLOADS: Final = {
     "fsdp": "fsdp_cpu_offload",
@@ -64,6 +64,16 @@ def strategy_for(candidate: Candidate) -> Strategy:
         made = STRATEGIES.get("mesh")("cpu", dp_shard=-1, **{sized[1]: int(sized[2])})
     strategy, _, _ = choose_strategy(made, "cpu", candidate.world, 1, Environment())
     return strategy
+
+
+def check_word(word: str) -> None:
+    """Refuse a word of no strategy, before any is tried.
+
+    Raises:
+        RegistryError: no strategy has this name.
+    """
+    if _SIZED.fullmatch(word) is None:
+        STRATEGIES.get(word)
 
 
 def axes_of(strategy: Strategy) -> dict[tuple[int, ...], str]:

@@ -10,7 +10,7 @@ from trainer_kit.core.device_table import Device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.planning.records import Candidate, Measured, Traffic
 
-__all__ = ["Assumptions", "Estimate", "estimate_step", "inner_ranks"]
+__all__ = ["Assumptions", "Estimate", "estimate_step", "inner_ranks", "step_samples"]
 
 _INNER: Final = re.compile(r"(?:tp|pp|cp)(\d+)")
 _HYBRID: Final = re.compile(r"hsdp(\d+)")
@@ -91,6 +91,16 @@ def inner_ranks(candidate: Candidate) -> int:
     return 1 if found is None else int(found[1])
 
 
+def step_samples(candidate: Candidate) -> int:
+    """The samples of a step of all ranks.
+
+    Example:
+        >>> step_samples(Candidate(strategy="tp2", precision="32-true", world=8, micro_batch=3, accumulate=2))
+        24
+    """
+    return candidate.micro_batch * candidate.accumulate * _data_ranks(candidate)
+
+
 def estimate_step(
     measured: Measured, device: Device, assumptions: Assumptions, *, peak: float, model_flops: float | None = None
 ) -> Estimate:
@@ -123,7 +133,7 @@ def estimate_step(
             exposed += seconds
     update = _update(measured, device) / assumptions.bandwidth
     seconds = max(compute, hidden) + exposed + update
-    samples = candidate.micro_batch * candidate.accumulate * _data_ranks(candidate) / seconds if seconds else 0.0
+    samples = step_samples(candidate) / seconds if seconds else 0.0
     tokens = None if assumptions.tokens is None else samples * assumptions.tokens
     rate = samples if tokens is None else tokens
     cost = None if assumptions.price is None or not rate else assumptions.price * candidate.world / 3600 / rate * 1e6

@@ -13,7 +13,7 @@ from typing import Final, final
 
 from trainer_kit.core.atomic_files import replace_file
 from trainer_kit.core.display import in_units
-from trainer_kit.planning.estimate import inner_ranks
+from trainer_kit.planning.estimate import inner_ranks, step_samples
 from trainer_kit.planning.records import CATEGORIES, Candidate
 from trainer_kit.planning.search import Question, Row
 from trainer_kit.report.page import page_part
@@ -156,8 +156,7 @@ def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
     found["precision"] = f'"{candidate.precision}"'
     if candidate.accumulate > 1:
         found["accumulate_grad_batches"] = str(candidate.accumulate)
-    ranks = candidate.world // inner_ranks(candidate)
-    found["global_batch_size"] = str(candidate.micro_batch * candidate.accumulate * ranks)
+    found["global_batch_size"] = str(step_samples(candidate))
     if candidate.activation_checkpointing:
         found["activation_checkpointing"] = "True"
     return found

@@ -19,11 +19,13 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import CombinedLoader, is_tree
 from trainer_kit.data.sizes import batch_size_of
-from trainer_kit.planning.estimate import Assumptions
+from trainer_kit.planning.candidates import check_word
+from trainer_kit.planning.estimate import Assumptions, step_samples
 from trainer_kit.planning.measure import measure
 from trainer_kit.planning.plan import Plan
 from trainer_kit.planning.records import Candidate, Measured
-from trainer_kit.planning.search import Question, search
+from trainer_kit.planning.search import Question, Row, search
+from trainer_kit.precision.aliases import make_precision
 from trainer_kit.training.compose import training_bytes, whole_copies_fit
 from trainer_kit.training.explain import prepare
 from trainer_kit.training.loaders import find_loaders
@@ -74,6 +76,7 @@ def plan_fit(
     """
     began = time.monotonic()
     worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
+    strategies, precisions = _words(strategies, check_word), _words(precisions, make_precision)
     if not worlds or worlds[0] < 1:
         raise ConfigurationError("a world has one rank or more", found=f"world={world!r}", fix="world=[8, 64]")
     if global_batch is not None and global_batch < 1:
@@ -88,7 +91,7 @@ def plan_fit(
     limit = int(row.memory * 1e9 * (1 - _RESERVE)) if max_memory is None else max_memory
     kept = f"{1 - _RESERVE:.0%} of {row.memory:g} GB" if max_memory is None else "given"
     notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({kept})")
-    chosen = tuple(precisions) or _precisions(given, row, notes)
+    chosen = precisions or _precisions(given, row, notes)
     if worlds[-1] > 1:
         notes.append(_auto(module, chosen[0], row))
     taken = _with_tokens(assumptions or Assumptions(), module, batch)
@@ -98,7 +101,7 @@ def plan_fit(
         worlds=worlds,
         global_batch=samples,
         limit=limit,
-        strategies=tuple(strategies),
+        strategies=strategies,
         precisions=chosen,
         assumptions=taken,
     )
@@ -111,7 +114,15 @@ def plan_fit(
         return measure(module, batch, candidate, trainer=trainer, accelerator="cpu" if name == "cpu" else "cuda")
 
     rows = search(question, module, measured, tell)
+    notes += _other_batches(rows, samples)
     return Plan(question=question, rows=rows, device=name, script=script, notes=notes, seconds=time.monotonic() - began)
+
+
+def _words(words: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
+    """Each word once; ``check`` refuses unknown ones."""
+    for word in words:
+        check(word)
+    return tuple(dict.fromkeys(words))
 
 
 def _first_batch(loaders: Any) -> tuple[Any, int]:
@@ -143,6 +154,16 @@ def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: 
         f"{'s' * (ranks > 1)}{unknown} x {window} accumulated; accumulation follows"
     )
     return size * ranks * window
+
+
+def _other_batches(rows: Sequence[Row], samples: int) -> list[str]:
+    """Where ranks cannot divide the samples of a step."""
+    found = {row.candidate.world: step_samples(row.candidate) for row in rows if row.measured is not None}
+    return [
+        f"{world} ranks have {own} samples a step, and not {samples}: each has one or more, all equally many"
+        for world, own in found.items()
+        if own != samples
+    ]
 
 
 def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[Device, str]:

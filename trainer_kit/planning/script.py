@@ -169,7 +169,7 @@ def _failed(script: str, error: Exception, empty: bool) -> ConfigurationError:
     where = f" (line {frames[-1].lineno})" if frames else ""
     fix = f"run it first: {Path(sys.executable).name} {script}"
     if empty:
-        fix += "; it works there? then it reads weights before the fit, and modules are made without weights here"
+        fix += "; if it works, it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
     return ConfigurationError(
         f"{script} failed before its Trainer.fit{where}", found=f"{type(error).__name__}: {error}", fix=fix
     )

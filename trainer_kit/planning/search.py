@@ -22,8 +22,8 @@ from trainer_kit.training.session import nothing
 __all__ = ["Question", "Row", "describe", "search"]
 
 _STATE: Final = ("parameters", "gradients", "optimizer")
-_OFFLOADS: Final = ("fsdp",)
-"""Strategies that can keep their state in host memory."""
+_OFFLOADS: Final = {"fsdp": "fsdp_cpu_offload"}
+"""Strategies that can keep their state in host memory, with the words of those that do."""
 _MEASURED_WINDOW: Final = 2
 """Micro-batches that are run of a longer accumulation window: the second one meets the gradients of the first."""
 
@@ -129,9 +129,12 @@ class _Search:
 
     def rows(self, strategy: str, precision: str, world: int) -> Iterator[Row]:
         """The configurations of a strategy and a precision on these ranks."""
-        first = Candidate(strategy=strategy, precision=precision, world=world, micro_batch=1)
+        offload = strategy in _OFFLOADS.values()
+        strategy = next((word for word, other in _OFFLOADS.items() if other == strategy), strategy)
+        first = Candidate(strategy=strategy, precision=precision, world=world, micro_batch=1, offload=offload)
         if self._peak(first) is None:
-            yield Row(candidate=first, measured=None, estimate=None, reason="the device has no such products")
+            reason = f"no rate of {precision} products is known for this device"
+            yield Row(candidate=first, measured=None, estimate=None, reason=reason)
             return
         plain = self._row(first)
         yield plain
@@ -142,7 +145,7 @@ class _Search:
         if not whole and self._state(plain.measured) <= self.question.limit:
             saving = self._row(replace(first, activation_checkpointing=True))
             yield saving
-        if strategy in _OFFLOADS and plain.estimate is None and saving.estimate is None:
+        if strategy in _OFFLOADS and not offload and plain.estimate is None and saving.estimate is None:
             yield self._row(replace(first, activation_checkpointing=True, offload=True))
 
     def _row(self, first: Candidate) -> Row:
@@ -177,7 +180,7 @@ class _Search:
     def _sizes(self, candidate: Candidate) -> list[int]:
         """The micro-batches that divide a rank's batch, from small to large: single samples, and halves of halves."""
         inner = inner_ranks(candidate)
-        whole = max(1, self.question.global_batch // (candidate.world // inner))
+        whole = max(1, self.question.global_batch // max(1, candidate.world // inner))
         stages = inner if candidate.strategy.startswith("pp") else 1
         sizes, rest = {1, whole}, whole
         while rest % 2 == 0:
@@ -188,14 +191,17 @@ class _Search:
     def _largest(self, first: Candidate, sizes: Sequence[int]) -> Measured:
         """Measure the largest micro-batch that fits, or the smallest; each sample adds the same memory."""
         limit, whole = self.question.limit, self._run(first, sizes[-1], sizes)
-        if whole.peak <= limit or len(sizes) == 1:
+        if whole.peak <= limit or len(sizes) == 1 or not whole.exact:
             return whole
-        least = self._run(first, sizes[0], sizes)
+        at, least = 0, self._run(first, sizes[0], sizes)
+        while not least.exact:  # a batch norm refuses a single sample
+            at += 1
+            least = whole if sizes[at] == sizes[-1] else self._run(first, sizes[at], sizes)
         if least.peak > limit:
             return least
-        slope = (whole.peak - least.peak) / (sizes[-1] - sizes[0])
-        for size in reversed(sizes[1:-1]):
-            if least.peak + slope * (size - sizes[0]) <= limit:
+        slope = (whole.peak - least.peak) / (sizes[-1] - sizes[at])
+        for size in reversed(sizes[at + 1 : -1]):
+            if least.peak + slope * (size - sizes[at]) <= limit:
                 found = self._run(first, size, sizes)
                 if found.peak <= limit:
                     return found
