@@ -295,6 +295,7 @@ class Trainer(Session):
             load_weights_only: load only the weights of the checkpoint: counts, optimizers and data start from 0.
             unknown: refused, with the argument that is meant.
         """
+        _check_object(self, "fit")
         if unknown:
             self._refuse("fit", unknown)
         if weights_only:
@@ -338,6 +339,7 @@ class Trainer(Session):
             weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
             unknown: as in `fit`.
         """
+        _check_object(self, "validate")
         if unknown:
             self._refuse("validate", unknown)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -353,6 +355,7 @@ class Trainer(Session):
         **unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Test; arguments and result as in `validate`."""
+        _check_object(self, "test")
         if unknown:
             self._refuse("test", unknown)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
@@ -378,6 +381,7 @@ class Trainer(Session):
             weights_only: as in `validate`.
             unknown: as in `fit`.
         """
+        _check_object(self, "predict")
         if unknown:
             self._refuse("predict", unknown)
         if self.start is not None:
@@ -578,6 +582,15 @@ class Trainer(Session):
             return function
 
         return register
+
+
+def _check_object(owner: Any, verb: str) -> None:
+    if not isinstance(owner, Trainer):  # in Trainer.fit(module, loader), the module is `self`
+        raise ConfigurationError(
+            f"Trainer.{verb} is called on the class, without a Trainer",
+            found=f"Trainer.{verb}({'Trainer' if owner is Trainer else f'a {type(owner).__name__}'}, ...)",
+            fix=f"make one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
+        )
 
 
 def _refuse(resume: Any, reload_every: Any) -> None:

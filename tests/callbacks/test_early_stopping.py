@@ -1,4 +1,5 @@
 import os
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -97,15 +98,25 @@ def test_training_values_are_monitored_when_validation_runs(unsized):
 
 @pytest.mark.parametrize(
     ("at_epoch_end", "validates", "checks"),
-    [(None, True, 3), (None, False, 1), (True, True, 1), (False, True, 3), (False, False, 0)],
+    [(None, True, 3), (None, False, 1), (True, True, 1), (False, True, 3)],
 )
 def test_check_on_train_epoch_end_chooses_the_hook(at_epoch_end, validates, checks):
     """Three validations in an epoch, each with a value of its own."""
     stop = EarlyStopping("loss", patience=100, check_on_train_epoch_end=at_epoch_end)
     values = {"val": each("loss", 1.0, 1.0, 1.0)} if validates else {"epoch": each("loss", 1.0)}
     fit(stop, batches=6, val_check_interval=2, **values) if validates else fit(stop, batches=6, **values)
-    assert stop.wait_count == max(0, checks - 1)
-    assert float(stop.best_score) == (1.0 if checks else float("inf"))
+    assert stop.wait_count == checks - 1
+    assert float(stop.best_score) == 1.0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_checks_after_validation_in_a_fit_without_it(strict):
+    """Lightning trains to the end without a check; with strict=False, so does this."""
+    stop = EarlyStopping("loss", check_on_train_epoch_end=False, strict=strict)
+    refused = pytest.raises(ConfigurationError, match="acts after validation only")
+    with refused if strict else nullcontext():
+        fit(stop, batches=6, epoch=each("loss", 1.0))
+    assert float(stop.best_score) == float("inf")
 
 
 def test_a_value_is_checked_once():

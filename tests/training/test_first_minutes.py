@@ -3,6 +3,7 @@
 import importlib
 import inspect
 import multiprocessing
+import re
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import trainer_kit as tk
+from trainer_kit.callbacks import EarlyStopping, ModelCheckpoint
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, LogError
 from trainer_kit.testing import TinyModule
@@ -384,6 +386,189 @@ def test_persistent_workers_end_with_the_run():
     made.validate(TinyModule(), loader())
     made.fit(Pairs(), [loader(), loader()])
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+def test_an_entry_point_of_the_class(verb):
+    for owner in (TinyModule(), tk.Trainer):
+        with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} is called on the class") as error:
+            getattr(tk.Trainer, verb)(owner, BATCHES)
+        assert f"trainer.{verb}(module, ...)" in error.value.fix
+
+
+class WithoutValidation(TinyModule):
+    validation_step = tk.TrainModule.validation_step
+
+
+class LogsItself(WithoutValidation):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("val_loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("callback", [EarlyStopping, ModelCheckpoint])
+def test_a_monitored_value_of_a_validation_that_is_not_there(callback, tmp_path, capsys):
+    """A step may log any name, so the line before the first step is no error; the end of the epoch knows."""
+
+    def made(name):
+        watch = callback(monitor=name)
+        return tk.Trainer(
+            max_epochs=1, logger=False, enable_progress_bar=False, callbacks=watch, default_root_dir=tmp_path
+        )
+
+    line = f"{callback.__name__} monitors 'val_loss', and this fit has no validation: define validation_step"
+    with pytest.raises(ConfigurationError, match="monitors 'val_loss', which is not logged"):
+        made("val_loss").fit(WithoutValidation(), BATCHES)
+    assert line in capsys.readouterr().out
+    made("val_loss").fit(LogsItself(), BATCHES)
+    assert line in capsys.readouterr().out
+    made("train_loss").fit(WithoutValidation(), BATCHES)
+    assert "no validation:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_a_plateau_of_a_validation_that_is_not_there(validates, capsys):
+    class Plateau(LogsItself):
+        validation_step = TinyModule.validation_step if validates else tk.TrainModule.validation_step
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+
+    trainer().fit(Plateau(), BATCHES, BATCHES if validates else None)
+    line = "ReduceLROnPlateau monitors 'val_loss', and this fit has no validation"
+    assert (line in capsys.readouterr().out) is not validates
+
+
+def test_the_value_of_a_value_function_is_not_a_validation(capsys):
+    class Critic(WithoutValidation):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log_dict({"value_loss": loss, "interval": 1.0})
+            return loss
+
+    watch = [EarlyStopping("value_loss"), EarlyStopping("interval")]
+    made = tk.Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=watch
+    )
+    made.fit(Critic(), BATCHES)
+    assert "no validation" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        EarlyStopping("train_loss", check_on_train_epoch_end=False),
+        ModelCheckpoint(save_on_train_epoch_end=False),
+        ModelCheckpoint(save_on_train_epoch_end=False, every_n_epochs=1),
+    ],
+)
+def test_a_callback_that_acts_after_a_validation_that_is_not_there(callback, tmp_path):
+    class Steps(WithoutValidation):
+        def training_step(self, batch, batch_idx):
+            raise AssertionError("step 1 ran")
+
+    made = tk.Trainer(
+        max_epochs=1, logger=False, enable_progress_bar=False, callbacks=callback, default_root_dir=tmp_path
+    )
+    with pytest.raises(ConfigurationError, match="acts after validation only, and this fit has no validation") as error:
+        made.fit(Steps(), BATCHES)
+    assert "define validation_step" in error.value.fix
+
+
+def test_a_checkpoint_of_every_few_steps_needs_no_validation(tmp_path):
+    keep = ModelCheckpoint(save_on_train_epoch_end=False, every_n_train_steps=1)
+    made = tk.Trainer(max_epochs=1, logger=False, enable_progress_bar=False, callbacks=keep, default_root_dir=tmp_path)
+    made.fit(WithoutValidation(), BATCHES)
+    assert keep.best_model_path
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda model: model,
+        lambda model: nn.Sequential(model),
+        lambda model: model.parameters,
+        lambda model: model.named_parameters(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    ],
+)
+def test_clipping_something_else_than_parameters(call, given):
+    accelerator, model = tk.Accelerator(cpu=True), nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match="no parameters") as error:
+        getattr(accelerator, call)(given(model), 1.0)
+    assert "model.parameters()" in error.value.fix
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    accelerator.clip_grad_norm_(nn.ParameterList(model.parameters()), 0.5)
+    assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_clipping_a_module_in_a_step():
+    class Clips(TinyModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.clip_gradients(self, 1.0)
+
+    with pytest.raises(ConfigurationError, match="takes an optimizer") as error:
+        trainer().fit(Clips(), BATCHES)
+    assert "self.optimizers()" in error.value.fix
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_neither_model_nor_optimizer_is_prepared_for_accumulation(waits):
+    """Accelerate steps in every micro-batch then, without a word."""
+    accelerator, model = tk.Accelerator(cpu=True, gradient_accumulation_steps=2), nn.Linear(2, 2)
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+
+    def step():
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 2)).sum())
+            if accelerator.sync_gradients or not waits:
+                optimizer.step()
+
+    if waits:
+        step(), step()
+        assert not torch.equal(before, model.weight)
+        return
+    with pytest.raises(ConfigurationError, match="updates a model inside a window") as error:
+        step()
+    assert error.value.fix.startswith("model, optimizer = accelerator.prepare(model, optimizer)")
+    assert torch.equal(before, model.weight)
+
+
+@pytest.mark.parametrize("name", ["model", "model_state_dict", "net"])
+def test_load_from_checkpoint_of_a_file_with_more_than_weights(name, tmp_path):
+    file, module = tmp_path / "last.pt", TinyModule()
+    torch.save({name: module.state_dict(), "epoch": 3}, file)
+    with pytest.raises(CheckpointError) as error:
+        TinyModule.load_from_checkpoint(file)
+    call = re.search(r"module\.load_state_dict\((.+)\), or", error.value.fix)[1]
+    assert torch.equal(eval(call)["layer.weight"], module.layer.weight)
+
+
+def test_load_from_checkpoint_of_a_whole_module(tmp_path):
+    torch.save(TinyModule(), tmp_path / "whole.pt")
+    with pytest.raises(CheckpointError, match="a class could run code") as error:
+        TinyModule.load_from_checkpoint(tmp_path / "whole.pt")
+    assert "weights_only=False, and save its state_dict()" in error.value.fix
+
+
+@pytest.mark.parametrize("given", [lambda module: module, lambda module: module.parameters])
+def test_an_optimizer_of_something_else_than_parameters(given):
+    class Makes(TinyModule):
+        def configure_optimizers(self):
+            return torch.optim.SGD(given(self), lr=0.1)
+
+    with pytest.raises(TypeError, match="is not iterable") as error:
+        trainer().fit(Makes(), BATCHES)
+    assert "self.net.parameters(), with parentheses" in notes(error)
 
 
 class Pairs(TinyModule):

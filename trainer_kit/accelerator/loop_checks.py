@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.strategies.strategy import Strategy
@@ -33,17 +34,21 @@ class LoopChecks:
         strategy: the strategy, with the groups of its processes.
         say: prints one line, once on each machine.
         models: the prepared models.
+        window: knows the models that are trained, and when a window ends.
 
     Attributes:
         active: whether the loop must still call `backward`; False in a copy, whose parameters are copies too.
     """
 
-    def __init__(self, strategy: Strategy, say: Callable[[str], None], models: Sequence[nn.Module]) -> None:
+    def __init__(
+        self, strategy: Strategy, say: Callable[[str], None], models: Sequence[nn.Module], window: Accumulation
+    ) -> None:
         self.active = True
         self._world = strategy.world
         self._data = strategy.data
         self._say = say
         self._models = models
+        self._window = window
         self._prepared: set[int] = set()  # ids of parameters in prepared optimizers that have stepped
         self._steps: weakref.finalize[..., LoopChecks] | None = None  # removes the global hook on optimizer steps
         self._looks = 0
@@ -134,14 +139,19 @@ class LoopChecks:
     def _compare(self, optimizer: Optimizer, harm: str) -> None:
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         stepped -= self._prepared
-        for model in self._models:
+        window = self._window
+        # A loop may count on its own for models that are not prepared, as long as it does not step inside the window.
+        unprepared = () if window.sync else window.models
+        for model in (*self._models, *unprepared):
             for name, parameter in model.named_parameters():
                 if id(parameter) in stepped:
                     self._end_look()
+                    known = any(model is one for one in self._models)
+                    both = "optimizer" if known else "model, optimizer"
                     raise ConfigurationError(
-                        "an unprepared optimizer updates a prepared model",
+                        f"an unprepared optimizer updates {'a prepared model' if known else 'a model inside a window'}",
                         found=f"{type(optimizer).__name__} steps {type(model).__name__}.{name}, and {harm}",
-                        fix="optimizer = accelerator.prepare(optimizer), and step what that returns",
+                        fix=f"{both} = accelerator.prepare({both}), and step what that returns",
                     )
 
     def know(self, optimizer: Optimizer) -> None:

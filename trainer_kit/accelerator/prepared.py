@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
 
@@ -86,7 +86,7 @@ class Prepared:
         self.schedulers: list[AcceleratedScheduler] = []
         self.loaders: list[PreparedLoader] = []
         self.backward: Callable[..., None] | None = None
-        self.checks = LoopChecks(strategy, processes.print, self.models)
+        self.checks = LoopChecks(strategy, processes.print, self.models, accumulation)
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
@@ -323,7 +323,14 @@ class Prepared:
 
     def complete_gradients(self, parameters: Any) -> list[Any]:
         """Unscale and correct the gradients of the optimizers that hold ``parameters``; return these as a list."""
-        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        try:
+            several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        except TypeError:
+            if isinstance(parameters, Iterable):
+                raise  # by the user's own iterator
+            raise _no_parameters(parameters) from None
+        if several and not isinstance(several[0], Tensor):
+            raise _no_parameters(parameters)
         if self._strategy.owns_step:  # its optimizer holds the engine's own parameters
             self.unscale_gradients()
             return several
@@ -376,5 +383,13 @@ class Prepared:
         self.loaders.clear()
         self._strategy.stop()
         self._precision.abandon_step()  # the gradient scaler keeps state per optimizer
-        self.checks = LoopChecks(self._strategy, self._processes.print, self.models)
+        self.checks = LoopChecks(self._strategy, self._processes.print, self.models, self._accumulation)
         self._accumulation.reset()
+
+
+def _no_parameters(given: Any) -> ConfigurationError:
+    return ConfigurationError(
+        "the gradients of parameters are clipped, and these are no parameters",
+        found=f"a {type(given).__name__}",
+        fix="accelerator.clip_grad_norm_(model.parameters(), max_norm), with parentheses",
+    )

@@ -10,8 +10,9 @@ from typing import final
 from trainer_kit.core.errors import ConfigurationError, DurationError, did_you_mean
 from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.core.states import names_validation
 
-__all__ = ["Monitor", "epoch_ends_here", "following", "has_validation", "in_run", "the_only"]
+__all__ = ["Monitor", "check_validation", "epoch_ends_here", "following", "has_validation", "in_run", "the_only"]
 
 
 def following(count: int | float, every: int | float) -> int | float:
@@ -114,7 +115,7 @@ class Monitor:
         """The error for a value that was not logged in time."""
         known = sorted(trainer.callback_metrics)
         fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
-        lacks = "val" in self.name and not has_validation(trainer)
+        lacks = names_validation(self.name) and not has_validation(trainer)
         return ConfigurationError(
             f"{self.owner} monitors {self.name!r}, which is not logged",
             found=f"logged so far: {', '.join(known) or 'nothing'}{'; there is no validation' if lacks else ''}",
@@ -125,6 +126,36 @@ class Monitor:
 def has_validation(trainer: TrainerLike) -> bool:
     """Whether this fit has validation batches at all."""
     return sum(trainer.num_val_batches) > 0
+
+
+def check_validation(trainer: TrainerLike, owner: str, monitor: str | None, only_after: str | None) -> None:
+    """Answer, before the first step, a callback that waits for the validation of a fit that has none.
+
+    A training step or another callback may log a value of any name, so a name alone is a reason for a line only.
+
+    Args:
+        trainer: the Trainer of the fit.
+        owner: the callback's class name.
+        monitor: the logged value that the callback watches, or None.
+        only_after: the argument by which the callback acts after validation only, or None.
+
+    Raises:
+        ConfigurationError: ``only_after`` is given, so the callback would never act.
+    """
+    if has_validation(trainer) or trainer.reload_dataloaders_every_n_epochs:  # later epochs may validate
+        return
+    fix = "define validation_step, and pass a validation loader"
+    if only_after is not None:
+        raise ConfigurationError(
+            f"{owner} acts after validation only, and this fit has no validation",
+            found=f"{owner}({only_after})",
+            fix=f"{fix}; or leave {only_after.partition('=')[0]}= out",
+        )
+    if monitor is not None and names_validation(monitor):
+        trainer.print(
+            f"{owner} monitors {monitor!r}, and this fit has no validation: {fix}, or log it in training, or the first"
+            " epoch ends with an error"
+        )
 
 
 def epoch_ends_here(trainer: TrainerLike) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from trainer_kit.callbacks.conditions import Monitor, epoch_ends_here, has_validation
+from trainer_kit.callbacks.conditions import Monitor, check_validation, epoch_ends_here, has_validation
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -58,7 +58,8 @@ class EarlyStopping(Callback):
         stopping_reason_message: the reason as a sentence with numbers, or None.
 
     Raises:
-        ConfigurationError: for a bad argument; at the first check, when ``monitor`` was not logged.
+        ConfigurationError: for a bad argument; before the first step, when it would check after validation only, and
+            the fit has none; at the first check, when ``monitor`` was not logged.
 
     Example:
         >>> stop = EarlyStopping("val_acc", mode="max", patience=2)
@@ -153,6 +154,11 @@ class EarlyStopping(Callback):
         self._active = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()  # forget another fit; a resumed fit restores its state after this
+
+    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+        if self._active and self.strict:
+            only = "check_on_train_epoch_end=False" if self.check_on_train_epoch_end is False else None
+            check_validation(trainer, "EarlyStopping", self.monitor, only)
 
     def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:

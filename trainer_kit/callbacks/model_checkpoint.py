@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from trainer_kit.callbacks.checkpoint_files import CheckpointFiles, CheckpointName, Retention
-from trainer_kit.callbacks.conditions import Monitor, epoch_ends_here, following, has_validation, in_run, the_only
+from trainer_kit.callbacks.conditions import (
+    Monitor,
+    check_validation,
+    epoch_ends_here,
+    following,
+    has_validation,
+    in_run,
+    the_only,
+)
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import absolute, locate
@@ -261,6 +269,9 @@ class ModelCheckpoint(Callback):
         if not self._active:
             self._next = math.inf
             return
+        never = self.save_on_train_epoch_end is False and (self._default or self._by_epoch) and not self.save_last
+        only = "save_on_train_epoch_end=False" if never else None
+        check_validation(trainer, "ModelCheckpoint", self.monitor, only)
         restored, self._restored = self._restored, False
         if restored and self._same_place and not _is_finite(trainer, module):
             self._files.retention.taint(self.last_model_path)  # its own state was saved before its weights were checked

@@ -403,7 +403,10 @@ def _stored_ties(file: Any) -> dict[str, str]:
 
 EXTRA_STATE: Final = "_extra_state"
 """The suffix of state_dict keys under which torch stores what modules keep besides tensors."""
-_UNSAFE: Final = "if you trust its author, load it yourself, and save it with tensors and plain values alone"
+_UNSAFE: Final = (
+    "if you trust its author, load it yourself, with weights_only=False, and save its state_dict(), or tensors and"
+    " plain values alone"
+)
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 
 
@@ -456,5 +459,12 @@ def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str
         elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
             key = name if isinstance(name, str) else f"a {type(name).__name__}"
             reason = f"a {type(value).__name__} where a state_dict has a tensor"
-            raise CheckpointError(file, key, reason, fix="save a state_dict")
+            state = (
+                isinstance(name, str)
+                and isinstance(value, dict)
+                and any(isinstance(part, Tensor) for part in value.values())
+            )
+            own = f"torch.load({str(file)!r})[{key[:200]!r}]"
+            fix = f"it has the state_dict inside: module.load_state_dict({own}), or torch.save({own}, another_file)"
+            raise CheckpointError(file, key, reason, fix=fix if state else "save a state_dict")
     return weights

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Final
 
 from lightning_utilities.core.enums import StrEnum
 
-__all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus"]
+__all__ = ["RunningStage", "TrainerFn", "TrainerState", "TrainerStatus", "names_validation"]
+
+_VALIDATION: Final = re.compile(r"(?i)(?<![a-z])val(id|idation)?(?![a-z])")
+
+
+def names_validation(name: str) -> bool:
+    """Whether a logged value is, by its name, one of a validation.
+
+    Example:
+        >>> names_validation("val_loss"), names_validation("loss/valid"), names_validation("value_loss")
+        (True, True, False)
+    """
+    return _VALIDATION.search(name) is not None
 
 
 class TrainerStatus(StrEnum):

@@ -6,7 +6,7 @@ Also resolves ``strategy="auto"`` on several processes: DDP if a full replica of
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ActsAtIntervals, LeavesOutSteps, ReplaysSteps, SplitsBatches
 from trainer_kit.core.signatures import check_hooks, takes
+from trainer_kit.core.states import names_validation
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.collect import collect, restore
@@ -35,7 +36,7 @@ from trainer_kit.step.bus import Bus
 from trainer_kit.step.evaluate import Evaluation, part_weight
 from trainer_kit.step.micro_batch import MicroBatches, exit_agreement
 from trainer_kit.step.optimize import ManualStepper, Stepper
-from trainer_kit.step.optimizers import Optimizers, check_parameters, configure_optimizers
+from trainer_kit.step.optimizers import LRSchedulerConfig, Optimizers, check_parameters, configure_optimizers
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Interval, Schedule
@@ -164,7 +165,6 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
     (limit,) = agreed_limits([limit], strategy.data)
     _report_length(trainer, feed, limit)
-    trainer.train_batch_samples = feed.samples(0)
     _check_tokens(settings, module)
     manual = _is_manual(trainer, module)
     precision.convert_module(module)
@@ -187,6 +187,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
         micro.run_padding, windows.provide = padding.run, padding.provide
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
+    _check_monitors(trainer, validation, [] if manual else made.schedulers)
     run = Fit(
         module=module,
         bus=bus,
@@ -293,6 +294,18 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     )
 
 
+def _check_monitors(trainer: Session, validation: Evaluation | None, schedulers: Sequence[LRSchedulerConfig]) -> None:
+    """Print a line for a scheduler that waits for a validation; a training step may log a value of any name."""
+    if validation is not None or trainer.reload_dataloaders_every_n_epochs:
+        return
+    for config in schedulers:
+        if config.reduce_on_plateau and config.strict and config.monitor and names_validation(config.monitor):
+            trainer.say(
+                f"{type(config.scheduler).__name__} monitors {config.monitor!r}, and this fit has no validation: define"
+                " validation_step, and pass a validation loader, or log it in training"
+            )
+
+
 def _run_metadata(trainer: Session) -> dict[str, Any]:
     """Configuration and logger state for every checkpoint; a resume reads only the logger state."""
     return {
@@ -381,6 +394,7 @@ def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
 def _report_length(trainer: Session, feed: Feed, limit: int | None) -> None:
     settings = trainer.settings
     trainer.num_training_batches = float("inf") if limit is None else limit
+    trainer.train_batch_samples = feed.samples(0)
     together = read_together(feed.loader)
     if isinstance(together, CombinedLoader):
         trainer.say(f"training loaders in {together.mode}: {MODES[together.mode]}")

@@ -8,6 +8,7 @@ from types import FrameType, TracebackType
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer_kit.core.errors import TrainerKitError, add_note, printable
 
@@ -63,6 +64,8 @@ def note_mistakes(error: BaseException, module: Any) -> None:
         if at is not None:
             add_note(error, _described(frames[at], frames[at + 1 :], module))
         text = str(error)
+        if "is not iterable" in text and frames and isinstance(frames[-1].f_locals.get("self"), Optimizer):
+            add_note(error, "an optimizer takes parameters, not their module: self.net.parameters(), with parentheses")
         if _TWICE in text:
             add_note(error, _twice(module))
         for words, note in _MISTAKES:

@@ -727,6 +727,12 @@ class Session:
         if value is None:
             return
         raw = OptimizerProxy.unwrapped(optimizer)
+        if not isinstance(raw, Optimizer):
+            raise ConfigurationError(
+                "clip_gradients takes an optimizer, whose gradients it clips",
+                found=f"a {type(raw).__name__}",
+                fix="self.clip_gradients(self.optimizers(), 1.0), or one of them",
+            )
         self.precision_plugin.unscale_gradients(raw)
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
 
