@@ -371,6 +371,18 @@ def test_a_step_that_reads_values_is_calculated():
     assert "DataDependent" in found.notes[0]
 
 
+def test_the_line_that_reads_a_value_is_named():
+    class Reads(TinyModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("value", loss["loss"].item() if isinstance(loss, dict) else loss.item())
+            return loss
+
+    line = Reads.training_step.__code__.co_firstlineno + 2
+    found = on_cpu(Reads(), torch.zeros(2, 32), candidate())
+    assert f"DataDependentOutputException in test_measure.py, line {line}: " in found.notes[0]
+
+
 def test_engines_without_a_fake_path_are_calculated():
     found = on_cpu(TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed"))
     size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())

@@ -176,6 +176,60 @@ def test_a_datamodule_a_dict_of_loaders_and_this_machine():
     assert both.best().measured.flops == pytest.approx(2 * plan.best().measured.flops, rel=0.01)
 
 
+def test_a_plan_leaves_the_generators_of_loaders_where_they_are():
+    """The first batch was drawn from them: a fit after a plan read other samples than one without."""
+    draws = [torch.Generator().manual_seed(5) for _ in range(2)]
+    data = TensorDataset(torch.randn(64, 32))
+    loaders = {"a": DataLoader(data, 8, shuffle=True, generator=draws[0])}
+    loaders["b"] = DataLoader(data, 8, sampler=torch.utils.data.RandomSampler(data, generator=draws[1]))
+
+    class Both(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+
+    before = [draw.get_state() for draw in draws]
+    options = {"world": 1, "device": "h100", "precisions": ["32-true"]}
+    assert trainer().plan(Both(32), loaders, **options).best() is not None
+    assert all(torch.equal(draw.get_state(), state) for draw, state in zip(draws, before, strict=True))
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_lists_of_a_tensor_for_each_sample_are_made_longer(stacked):
+    """Their samples were counted by the first size of the first image: 3 channels."""
+
+    class Detector(tk.TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 8, 3)
+            self.head = nn.Linear(8, 4)
+
+        def training_step(self, batch, batch_idx):
+            images, targets = batch
+            found = self.head(self.conv(torch.stack(tuple(images))).mean((2, 3)))
+            assert len(found) == len(targets) == len(images)
+            return sum(
+                (one - target["boxes"].mean(0)).square().mean() for one, target in zip(found, targets, strict=True)
+            )
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    data = [(torch.randn(3, 16, 16), {"boxes": torch.rand(2, 4), "name": "a"}) for _ in range(8)]
+
+    def collate(samples):
+        images, targets = zip(*samples, strict=True)
+        return (torch.stack(images) if stacked else images), targets
+
+    loaded = DataLoader(data, batch_size=8, collate_fn=collate)
+    options = {"device": "h100", "strategies": ["ddp"], "precisions": ["32-true"], "global_batch_size": 64}
+    row = trainer().plan(Detector(), loaded, world=2, **options).best()
+    assert row is not None
+    assert (row.candidate.micro_batch, row.candidate.accumulate) == (32, 1)
+    assert row.measured.flops >= 32 * 3 * 8 * 27 * 14 * 14
+    plan = trainer().plan(Detector(), loaded, world=1, device="h100", precisions=["32-true"])
+    assert plan.question.global_batch == 8
+
+
 def test_samples_that_the_ranks_cannot_divide_are_named():
     options = {"device": "h100", "strategies": ["ddp", "ddp"], "precisions": ["32-true"], "global_batch_size": 16}
     plan = trainer().plan(Net(32), loader(width=32), world=[4, 3, 64], **options)

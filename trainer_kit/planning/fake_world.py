@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.utils._pytree import tree_leaves
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
-from trainer_kit.core.tensors import map_movable
+from trainer_kit.core.tensors import map_movable, tensors_of
 from trainer_kit.data.sizes import batch_size_of
 
 __all__ = ["adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world", "unpacked"]
@@ -214,18 +213,19 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
         ) from error
 
 
-def fake_batch(batch: Any, samples: int, mode: FakeTensorMode) -> Any:
+def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None = None) -> Any:
     """A batch of another size without storage: the first dimension of its tensors becomes ``samples``.
 
     Args:
         batch: a tree of tensors and other values; those without a first dimension of the batch's size stay.
         samples: the new size.
         mode: the mode that the copies belong to.
+        size: the samples in the batch; None: the rows of its first tensor.
 
     Raises:
         TypeError: the batch has an object that can be moved to a device, and shows no tensors.
     """
-    size = batch_size_of(batch)
+    size = size or batch_size_of(batch)
 
     def resized(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -241,14 +241,18 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode) -> Any:
             own[key] = map_movable(part, resized)
         return own
 
-    return _resized_lists(map_movable(batch, resized), size, samples)
+    return map_movable(_resized_lists(batch, size, samples), resized)
 
 
 def _resized_lists(value: Any, size: int, samples: int) -> Any:
-    """Lists of one entry a sample, such as texts, repeated to the new size."""
-    if type(value) is dict:
-        return {key: _resized_lists(one, size, samples) for key, one in value.items()}
-    alone = (
-        isinstance(value, list) and len(value) == size and not any(isinstance(v, Tensor) for v in tree_leaves(value))
-    )
-    return [value[index % size] for index in range(samples)] if alone and size else value
+    """Lists of one entry a sample, such as texts or boxes, repeated to the new size; the inner ones of nested lists."""
+    if type(value) not in (dict, list, tuple):
+        return value
+    old = list(value.values()) if type(value) is dict else value
+    new = [_resized_lists(one, size, samples) for one in old]
+    if any(one is not other for one, other in zip(new, old, strict=True)):
+        return dict(zip(value, new, strict=True)) if type(value) is dict else type(value)(new)
+    rows = [tensor.shape[:1] for tensor in tensors_of(value)]
+    if type(value) is dict or len(value) != size or (rows and all(one == (size,) for one in rows)):
+        return value
+    return type(value)(value[index % size] for index in range(samples))

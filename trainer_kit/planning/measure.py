@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final, final
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,6 +40,7 @@ _WARM_UP: Final = 1
 """Steps before the measured one: the first makes the optimizer's state."""
 _HOST: Final = ("parameters", "gradients", "optimizer")
 """What a strategy that offloads keeps in host memory."""
+_PACKAGES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), "<")
 _RUN: Final = frozenset({"single", "ddp", "fsdp", "mesh"})
 """The engines whose step can be run without data."""
 _READ: Final = frozenset({"attention_mask", "position_ids"})
@@ -50,6 +54,7 @@ def measure(
     *,
     trainer: Session | None = None,
     accelerator: str = "cuda",
+    size: int | None = None,
 ) -> Measured:
     """Run two optimizer steps of a configuration on tensors without storage, and measure the second.
 
@@ -65,6 +70,7 @@ def measure(
         trainer: gives the module its settings, such as gradient clipping; None: those of ``Trainer()``.
         accelerator: where the run will be. torch's optimizers step all tensors together on an accelerator, and one
             after the other on a ``"cpu"``.
+        size: the samples in ``batch``; None: the rows of its first tensor.
 
     Returns:
         What the step needs. ``exact`` is False, and a note says why, where the step cannot run without data: weights,
@@ -89,12 +95,19 @@ def measure(
         if strategy.engine not in _RUN:
             return calculated(module, candidate, strategy, precision, f"{strategy.name} cannot run without data")
         try:
-            return _Trial(module, batch, candidate, trainer, accelerator).run()
+            return _Trial(module, batch, candidate, trainer, accelerator, size).run()
         except TrainerKitError:
             raise
         except Exception as error:  # of any class: user code, and parts of torch that need data
-            reason = f"the step cannot run without data ({type(error).__name__}: {str(error).partition(chr(10))[0]})"
+            text, place = str(error).partition("\n")[0], _line_of(error)
+            reason = f"the step cannot run without data ({type(error).__name__}{place}: {text})"
             return calculated(module, candidate, strategy_for(candidate), precision, reason)
+
+
+def _line_of(error: Exception) -> str:
+    """The last line outside of installed packages, which is the user's."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_PACKAGES)]
+    return f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
 
 
 @final
@@ -102,10 +115,16 @@ class _Trial:
     """One candidate, with what its steps are run on."""
 
     def __init__(
-        self, module: nn.Module, batch: Any, candidate: Candidate, trainer: Session | None, accelerator: str
+        self,
+        module: nn.Module,
+        batch: Any,
+        candidate: Candidate,
+        trainer: Session | None,
+        accelerator: str,
+        size: int | None,
     ) -> None:
         self.module, self.batch, self.candidate = module, batch, candidate
-        self.trainer, self.accelerator = trainer, accelerator
+        self.trainer, self.accelerator, self.size = trainer, accelerator, size
         self.mode = fake_mode()
 
     def run(self) -> Measured:
@@ -181,7 +200,7 @@ class _Trial:
     def _composed(self, strategy: Strategy, precision: Precision) -> Fit:
         """The fit of a copy of the module, as `EntryPoint` composes it, without files, callbacks and validation."""
         module = fake_module(self.module, self.mode)
-        batch = fake_batch(self.batch, self.candidate.micro_batch, self.mode)
+        batch = fake_batch(self.batch, self.candidate.micro_batch, self.mode, self.size)
         session = self._session(strategy, precision)
         session.state_verb, session.module = "fit", module
         session.metrics.attach(strategy, module)

@@ -17,7 +17,9 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import CombinedLoader, is_tree
+from trainer_kit.data.place import generator_states, own_generators, restore_generators
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.candidates import check_word
 from trainer_kit.planning.estimate import Assumptions, step_samples
@@ -111,7 +113,8 @@ def plan_fit(
             say(text)
 
     def measured(candidate: Candidate) -> Measured:
-        return measure(module, batch, candidate, trainer=trainer, accelerator="cpu" if name == "cpu" else "cuda")
+        kind = "cpu" if name == "cpu" else "cuda"
+        return measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size)
 
     rows = search(question, module, measured, tell)
     notes += _other_batches(rows, samples)
@@ -130,12 +133,32 @@ def _first_batch(loaders: Any) -> tuple[Any, int]:
     if loaders is None:
         raise ConfigurationError("there are no training data", fix="pass a loader, or define train_dataloader()")
     whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
+    parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
+    generators = own_generators(*(owner for part in parts for owner in _owners(part)))
+    states = generator_states(generators)
     batch = next(iter(whole), None)
+    restore_generators(generators, states)
     if isinstance(whole, CombinedLoader) and isinstance(batch, tuple):
         batch = batch[0]
     if batch is None:
         raise ConfigurationError("the training loader has no batch", found=type(loaders).__name__)
-    return batch, batch_size_of(batch)
+    return batch, _samples(batch, parts)
+
+
+def _samples(batch: Any, loaders: Sequence[Any]) -> int:
+    """The rows of the first tensor; the size that a loader declares, where a list has a tensor for each sample."""
+    declared = [getattr(loader, "batch_size", None) for loader in loaders]
+    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
+    lists = [part for part in inside if isinstance(part, (list, tuple)) and next(tensors_of(part), None) is not None]
+    lengths = list(map(len, lists))
+    return next((size for size in declared if size in lengths), batch_size_of(batch))
+
+
+def _owners(loader: Any) -> list[Any]:
+    """What has generators that reading a batch draws from."""
+    order = getattr(loader, "batch_sampler", None)
+    found = [getattr(loader, name, None) for name in ("sampler", "dataset")]
+    return [loader, order, getattr(order, "sampler", None), *found]
 
 
 def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: list[str]) -> int:
