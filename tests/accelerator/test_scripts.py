@@ -415,3 +415,10 @@ def test_gradients_travel_in_less(hook):
     x = torch.full((1, 2), (1 + 2**-12) * (1 + accelerator.process_index))
     accelerator.backward(model(x).mean())
     assert model.module.weight.grad.tolist() == [[1.5, 1.5]], "rounded on the way: float32 has the rest too"
+
+
+@pytest.mark.slow
+def test_the_debug_launcher_ignores_what_the_function_returns():
+    """The truth of a tensor with several elements is an error."""
+    assert tk.debug_launcher(torch.ones, (2,)) is None
+    assert tk.debug_launcher(int, ("0",)) is None

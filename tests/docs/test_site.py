@@ -218,6 +218,17 @@ def test_every_described_argument_has_its_default_in_the_signature() -> None:
     assert not unseen
 
 
+def test_every_argument_of_a_public_function_is_described() -> None:
+    missing = {}
+    for _, name in REFERENCE["directives"]():
+        value = REFERENCE["resolve"](name)
+        if inspect.isfunction(value):
+            words = {word.arg_name.lstrip("*") for word in docstring_parser.parse(inspect.getdoc(value) or "").params}
+            if lacking := inspect.signature(value).parameters.keys() - words:
+                missing[name] = lacking
+    assert not missing
+
+
 @pytest.mark.parametrize(
     ("script", "page"),
     [

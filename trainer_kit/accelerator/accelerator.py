@@ -431,8 +431,16 @@ class Accelerator:
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
         """Clip gradients by their total norm over ``parameters``, at the end of a window only.
 
+        Args:
+            parameters: a parameter, or an iterable of them: ``model.parameters()``.
+            max_norm: the largest total norm.
+            norm_type: the order of the norm; ``inf`` for the largest element.
+
         Returns:
-            The norm before clipping; None inside a window.
+            The norm before clipping, a scalar on the device; None inside a window.
+
+        Raises:
+            ConfigurationError: ``parameters`` is a module, a method or something else.
         """
         if not self.accumulation.sync:
             return None
@@ -440,7 +448,12 @@ class Accelerator:
         return self.strategy.clip_gradients(complete, max_norm, "norm", float(norm_type))
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """Clip each element of the gradients, at the end of a window only."""
+        """Clip each element of the gradients, at the end of a window only.
+
+        Args:
+            parameters: as for `clip_grad_norm_`.
+            clip_value: the largest absolute value of an element.
+        """
         if self.accumulation.sync:
             self.strategy.clip_gradients(self.prepared.complete_gradients(parameters), clip_value, "value")
 
@@ -534,7 +547,7 @@ class Accelerator:
     # -- collective calls ------------------------------------------------------------------------------------------
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the nested tensors of all processes along the first dimension."""
+        """Concatenate the nested tensors of all processes along the first dimension; arguments as in `gather`."""
         return self.collectives.gather(tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -550,11 +563,32 @@ class Accelerator:
         return self.collectives.gather_for_metrics(input_data, use_gather_object, self.accumulation.batches)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce nested tensors over the processes by "sum", "mean", "max", "min" or "none"."""
+        """Reduce nested tensors over the processes; the arguments do not change.
+
+        Args:
+            tensor: nested tensors, of equal shape and dtype on every process.
+            reduction: ``"sum"`` (that of `trainer_kit.reduce` is ``"mean"``), ``"mean"`` (the mean of integers is a
+                float), ``"max"``, ``"min"``, or ``"none"``: return the tensors unchanged.
+            scale: a factor for the result.
+
+        Raises:
+            ConfigurationError: an unknown reduction.
+            RankError: on every process, if shapes, dtypes or the nesting differ.
+        """
         return self.collectives.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Pad nested tensors along ``dim`` to the largest length on any process."""
+        """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
+
+        Args:
+            tensor: nested tensors; processes may differ in the length of ``dim``.
+            dim: the dimension; tensors without this dimension do not change.
+            pad_index: the value of the padding.
+            pad_first: pad at the beginning.
+
+        Raises:
+            RankError: on every process, if the nesting or numbers of dimensions differ.
+        """
         return self.collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:

@@ -96,6 +96,17 @@ def _restarted(run: Callable[[], Any], restarts: int) -> Any:
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Call ``function(*args)`` on several processes of this machine, on the CPU."""
+    """Call ``function(*args)`` on several processes of this machine, on the CPU.
+
+    Args:
+        function: its result is discarded.
+        args: its positional arguments. Processes are forked, so neither has to be picklable.
+        num_processes: the number of processes.
+
+    Raises:
+        LaunchError: processes cannot be forked here, because an accelerator is in use.
+        RankError: a process died.
+        BaseException: of the process that failed first, with its traceback as a note.
+    """
     with patch_environment(TRAINER_KIT_USE_CPU="1"):
-        run_forked(lambda rank: function(*args) and None, num_processes)
+        run_forked(lambda rank: (function(*args), None)[1], num_processes)

@@ -377,6 +377,10 @@ class PreparedLoader:
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """Return a loader whose iterations begin with batch ``num_batches``; a prepared loader reads no earlier data.
 
+    Args:
+        dataloader: a loader, prepared or not, or any iterable; it does not change.
+        num_batches: the number of batches that are skipped, in each iteration.
+
     Example:
         >>> list(skip_first_batches([1, 2, 3], 2))
         [3]

@@ -361,37 +361,146 @@ class PartialState(Processes):
 
 
 def gather(tensor: Any) -> Any:
-    """Concatenate the nested tensors of all processes along the first dimension."""
+    """Concatenate the nested tensors of all processes along the first dimension, in rank order; collective call.
+
+    Args:
+        tensor: a tensor, or tensors in nested lists, tuples and dicts; shapes, dtypes and nesting are the same on every
+            process. A scalar counts as a vector with one entry.
+
+    Returns:
+        The same nesting; a tensor of shape ``(n, ...)`` becomes one of shape ``(processes * n, ...)`` on every process.
+
+    Raises:
+        ConfigurationError: something in it is no tensor; `gather_object` takes other values.
+        RankError: on every process, if shapes, dtypes or the nesting differ.
+
+    Example:
+        >>> gather({"loss": torch.tensor(0.5), "rows": torch.ones(2, 3)})["loss"]  # one process
+        tensor([0.5000])
+    """
     return PartialState().collectives.gather(tensor)
 
 
 def gather_object(object: Any) -> list[Any]:
-    """Gather small picklable values: lists are concatenated, other values are collected in a list in rank order."""
+    """Gather small values from all processes, in rank order; collective call.
+
+    Args:
+        object: a value that can be pickled; it is copied through host memory.
+
+    Returns:
+        A list: lists and tuples are concatenated, other values are its items, one for each process.
+
+    Example:
+        >>> gather_object(["a", "b"]), gather_object({"rank": 0})  # one process
+        (['a', 'b'], [{'rank': 0}])
+    """
     return PartialState().collectives.gather_object(object)
 
 
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """Reduce nested tensors over the processes by "sum", "mean", "max", "min" or "none"."""
+    """Reduce nested tensors over the processes; the arguments do not change; collective call.
+
+    Args:
+        tensor: a tensor, or tensors in nested lists, tuples and dicts; shapes, dtypes and nesting are the same on every
+            process.
+        reduction: ``"sum"``, ``"mean"`` (the mean of integers is a float), ``"max"``, ``"min"``, or ``"none"``: return
+            the tensors unchanged.
+        scale: a factor for the result; ``"none"`` ignores it.
+
+    Returns:
+        The same nesting, with tensors of the same shapes and equal values on every process.
+
+    Raises:
+        ConfigurationError: an unknown reduction.
+        RankError: on every process, if shapes, dtypes or the nesting differ.
+
+    Example:
+        >>> reduce(torch.tensor([1, 2])), reduce([torch.ones(2)], "sum", scale=0.5)  # one process
+        (tensor([1., 2.]), [tensor([0.5000, 0.5000])])
+    """
     return PartialState().collectives.reduce(tensor, reduction, scale)
 
 
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Send the nested tensors of one process to every process."""
+    """Send the nested tensors of one process to every process; collective call.
+
+    Args:
+        tensor: a tensor, or tensors in nested lists, tuples and dicts; shapes, dtypes and nesting are the same on every
+            process. The arguments do not change.
+        from_process: the rank whose values are sent.
+
+    Returns:
+        The same nesting, with the values of ``from_process``.
+
+    Raises:
+        ConfigurationError: something in it is no tensor; `broadcast_object_list` takes other values.
+        RankError: on every process, if shapes, dtypes or the nesting differ.
+
+    Example:
+        >>> broadcast((torch.tensor([3, 4]),))  # one process
+        (tensor([3, 4]),)
+    """
     return PartialState().collectives.broadcast(tensor, from_process)
 
 
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Replace a list in place with the small picklable values of one process."""
+    """Replace a list in place with the values of one process; collective call.
+
+    Args:
+        object_list: values that can be pickled; only the list of ``from_process`` is sent.
+        from_process: the rank whose values are sent.
+
+    Returns:
+        ``object_list``.
+
+    Example:
+        >>> names = ["run-7", 3]
+        >>> broadcast_object_list(names) is names  # one process
+        True
+    """
     return PartialState().collectives.broadcast_object_list(object_list, from_process)
 
 
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad nested tensors along ``dim`` to the largest length on any process."""
+    """Pad nested tensors along ``dim`` to the largest length on any process, so that `gather` takes them.
+
+    Every process must make this call.
+
+    Args:
+        tensor: a tensor, or tensors in nested lists, tuples and dicts. Processes may differ in the length of ``dim``;
+            other dimensions are compared by `gather`.
+        dim: the dimension; tensors without this dimension do not change.
+        pad_index: the value of the padding, in the dtype of the tensor.
+        pad_first: pad at the beginning.
+
+    Returns:
+        The same nesting; tensors that are long enough are not copied.
+
+    Raises:
+        ConfigurationError: something in it is no tensor.
+        RankError: on every process, if the nesting or numbers of dimensions differ.
+
+    Example:
+        >>> pad_across_processes(torch.ones(2, 3), dim=1).shape  # one process: no length differs
+        torch.Size([2, 3])
+    """
     return PartialState().collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
 def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
-    """Copy the main process's random states to every process: "torch", "cuda", "python", "numpy", "generator"."""
+    """Copy the states of the main process's random generators to every process; collective call.
+
+    Args:
+        rng_types: any of ``"torch"``, ``"cuda"``, ``"xla"``, ``"python"``, ``"numpy"`` and ``"generator"``; None: no
+            states.
+        generator: the generator whose state ``"generator"`` copies.
+
+    Raises:
+        ConfigurationError: a word is unknown.
+
+    Example:
+        >>> synchronize_rng_states(["torch", "numpy"])
+    """
     state = PartialState()
     with state.collectives.during("synchronize_rng_states"):
         synchronize(state.world, rng_types, generator, state.device)

@@ -73,6 +73,9 @@ class LoggerType(str, Enum):
 def on_main_process(function: _F) -> _F:
     """Decorator for a tracker's methods: only the main process calls them, unless its ``main_process_only`` is False.
 
+    Args:
+        function: a method of a `GeneralTracker`; on other processes it returns None.
+
     Example:
         >>> class Prints(GeneralTracker):
         ...     name, requires_logging_directory, tracker = "prints", False, None
@@ -123,6 +126,9 @@ class GeneralTracker:
 
 def register_tracker_class(tracker: _C) -> _C:
     """Register a `GeneralTracker` subclass for ``Accelerator(log_with=<its name>)``; also a decorator.
+
+    Args:
+        tracker: the class; a class that was registered under its ``name`` before is replaced.
 
     Example:
         >>> @register_tracker_class

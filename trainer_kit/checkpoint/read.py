@@ -165,6 +165,9 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Check the manifest, the list of files, and every byte of the files.
 
+    Args:
+        path: a checkpoint directory, or its URL.
+
     Returns:
         The manifest: ``format``, ``version``, ``info``, ``versions``, ``parts`` (the tensor file of each part; in a
         checkpoint with ``shards`` the files of the ranks) and ``files`` (size in bytes and xxh3-64 by name). A
@@ -172,6 +175,14 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: naming the first file that is missing, foreign or damaged, and the reason.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     path = write_checkpoint(f"{directory}/step-3", {"model": {"w": torch.ones(2)}}, info={"step": 3})
+        ...     verify_checkpoint(path)["info"]
+        {'step': 3}
     """
     root, manifest = _checked(path)
     check_content(root, manifest, list(listed(manifest)))

@@ -72,6 +72,9 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     Hidden, torn, foreign and damaged entries and symbolic links are skipped. Sizes are compared, checksums are not:
     `trainer_kit.checkpoint.read.verify_checkpoint` compares them. For an absent directory the list is empty.
 
+    Args:
+        directory: the directory, or its URL.
+
     Example:
         >>> import tempfile
         >>> from trainer_kit.checkpoint.commit import write_checkpoint
@@ -319,6 +322,9 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
 
     Only unfinished entries of dead processes are deleted; foreign files stay. A name in the index stays if it points to
     a sound checkpoint; otherwise ``last`` becomes the newest sound checkpoint.
+
+    Args:
+        directory: a directory of checkpoints on this machine.
 
     Raises:
         CheckpointError: a run writes there now, or the directory is absent or not writable.
