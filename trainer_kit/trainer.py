@@ -492,7 +492,7 @@ class Trainer(Session):
                 them.
 
         Raises:
-            ConfigurationError: an argument is wrong, or there are no training data.
+            ConfigurationError: an argument is wrong, or there is no training data.
 
         Example:
             >>> import torch

@@ -690,7 +690,7 @@ def test_collectives():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(ConfigurationError, match="this is no DeepSpeedPlugin"):
+    with pytest.raises(ConfigurationError, match="expected a DeepSpeedPlugin"):
         Accelerator(cpu=True, deepspeed_plugin=object())
     with pytest.raises(TypeError, match=r"unexpected argument 'mixed': use one of: .*mixed_precision"):
         Accelerator(cpu=True, mixed="fp16")
@@ -702,14 +702,14 @@ def test_wrong_arguments_are_refused():
             gradient_accumulation_steps=2,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=3),
         )
-    with pytest.raises(ConfigurationError, match="a step takes at least one batch"):
+    with pytest.raises(ConfigurationError, match="a step takes at least one micro-batch"):
         Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0))
     with pytest.raises(ConfigurationError, match="split_batches is given twice"):
         Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
     assert Accelerator(cpu=True, kwargs_handlers=ProfileKwargs(with_flops=True)).profile_handler.with_flops
-    with pytest.raises(ConfigurationError, match="no kwargs handler\n  found: <class"):
+    with pytest.raises(ConfigurationError, match="expected a kwargs handler\n  found: <class"):
         Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs])
-    with pytest.raises(ConfigurationError, match="processes meet where their launcher says"):
+    with pytest.raises(ConfigurationError, match="the launcher sets the rendezvous address"):
         InitProcessGroupKwargs(init_method="tcp://10.0.0.1:2345")
 
 

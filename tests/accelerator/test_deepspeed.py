@@ -305,7 +305,7 @@ def stand_ins() -> None:
     accelerator.free_memory()
     with pytest.raises(StrategyError, match="names the optimizer, and so does the script"):
         accelerator.prepare(plain, theirs)
-    with pytest.raises(ConfigurationError, match="DummyOptim is a placeholder for the optimizer of DeepSpeed's JSON"):
+    with pytest.raises(ConfigurationError, match="DummyOptim is a placeholder for the optimizer in DeepSpeed's JSON"):
         made({}).prepare(plain, tk.DummyOptim(plain.parameters()))
 
 

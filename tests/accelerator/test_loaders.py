@@ -367,7 +367,7 @@ def test_what_a_prepared_loader_cannot_do_is_refused():
     loader = DataLoader(TensorDataset(torch.arange(16)), batch_size=4)
     accelerator = Accelerator(cpu=True)
     for call in (accelerator.prepare_data_loader, prepare_data_loader):
-        with pytest.raises(ConfigurationError, match="no batch is sliced"):
+        with pytest.raises(ConfigurationError, match="slices none"):
             call(loader, slice_fn_for_dispatch=lambda batch, part, **_: batch)
         with pytest.raises(ConfigurationError, match="did you mean 'torch'"):
             Accelerator(cpu=True, rng_types=["torhc"]).prepare(loader)

@@ -147,7 +147,7 @@ def test_options_set_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPat
         ({"num_micro_batches": 4}, "gradient_accumulation_steps"),
         ({"expert_model_parallel_size": 2}, "experts are not supported yet"),
         ({"recompute_activations": True}, "TransformerConfig"),
-        ({"lr_warmup_iters": 10}, "lr_warmup_iters belongs to Megatron-LM's own training script"),
+        ({"lr_warmup_iters": 10}, "lr_warmup_iters is an option of Megatron-LM's own training script"),
     ):
         with pytest.raises(ConfigurationError, match=f"(?s){told}"):
             tk.MegatronLMPlugin(**options)

@@ -37,11 +37,11 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (InitProcessGroupKwargs, {"timeout": "30m"}, "timeout='30m'.*takes timedelta"),
         (InitProcessGroupKwargs, {"timeout": timedelta(0)}, "above zero"),
         (InitProcessGroupKwargs, {"backend": 3}, "backend=3.*takes str"),
-        (ProfileKwargs, {"activities": ["gpu"]}, "no such activity.*'gpu'.*cpu, .*cuda"),
+        (ProfileKwargs, {"activities": ["gpu"]}, "unknown profiler activity.*'gpu'.*cpu, .*cuda"),
         (ProfileKwargs, {"activities": "cpu"}, "activities='cpu'.*takes list"),
         (ProfileKwargs, {"activities": [1]}, r"activities=\[1\]"),
-        (ProfileKwargs, {"schedule_option": {"often": 1}}, "refuses this schedule.*often"),
-        (ProfileKwargs, {"schedule_option": {"wait": 1, "warmup": 1, "active": 0}}, "refuses this schedule"),
+        (ProfileKwargs, {"schedule_option": {"often": 1}}, "invalid profiler schedule.*often"),
+        (ProfileKwargs, {"schedule_option": {"wait": 1, "warmup": 1, "active": 0}}, "invalid profiler schedule"),
         (ProfileKwargs, {"on_trace_ready": "file"}, "on_trace_ready='file'"),
         (ProfileKwargs, {"record_shapes": "yes"}, "record_shapes='yes'.*takes bool"),
         (ProfileKwargs, {"output_trace_dir": 3}, "output_trace_dir=3"),
@@ -56,7 +56,7 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (ProjectConfiguration, {"total_limit": "3"}, "total_limit='3'"),
         (ProjectConfiguration, {"total_limit": -1}, "total_limit is above zero"),
         (FullyShardedDataParallelPlugin, {"min_num_params": "many"}, "min_num_params='many'"),
-        (GradientAccumulationPlugin, {"num_steps": 0}, "at least one batch.*0 for"),
+        (GradientAccumulationPlugin, {"num_steps": 0}, "at least one micro-batch.*0 for"),
         (GradientAccumulationPlugin, {"num_steps": [4]}, r"num_steps=\[4\]"),
         (TorchDynamoPlugin, {"backend": 1}, "backend=1"),
         (ParallelismConfig, {"tp_size": 1.5}, "tp_size=1.5"),
@@ -65,9 +65,9 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (AORecipeKwargs, {"module_filter_func": "all"}, "module_filter_func='all'"),
         (tk.DeepSpeedPlugin, {"gradient_clipping": "hard"}, "gradient_clipping is a number"),
         (tk.DeepSpeedPlugin, {"zero_stage": "two"}, "zero_stage is a number"),
-        (tk.DeepSpeedPlugin, {"gradient_accumulation_steps": "some"}, "at least one batch.*'some'"),
+        (tk.DeepSpeedPlugin, {"gradient_accumulation_steps": "some"}, "at least one micro-batch.*'some'"),
         (tk.DeepSpeedPlugin, {"hf_ds_config": 3}, "a path or a dict.*config=3"),
-        (tk.DeepSpeedPlugin, {"transformer_moe_cls_names": ["Block"]}, r"with commas.*\['Block'\]"),
+        (tk.DeepSpeedPlugin, {"transformer_moe_cls_names": ["Block"]}, r"comma-separated.*\['Block'\]"),
     ],
 )
 def test_a_record_refuses_invalid_values(record, options, words):
@@ -140,8 +140,8 @@ def test_an_accelerator_refuses_invalid_argument_values(options, words):
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("gradient_accumulation_steps", 0, "at least one batch"),
-        ("gradient_accumulation_steps", "4", "at least one batch"),
+        ("gradient_accumulation_steps", 0, "at least one micro-batch"),
+        ("gradient_accumulation_steps", "4", "at least one micro-batch"),
         ("even_batches", "no", "even_batches='no'"),
         ("sync_gradients", "no", "sync_gradients is True or False"),
     ],
@@ -174,7 +174,7 @@ def test_a_profile_of_known_activities_runs():
     assert any("sum" in row.key for row in profiler.key_averages())
     assert callable(ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}).torch_schedule())
     handler.activities = ["nvidia"]
-    with pytest.raises(ConfigurationError, match="no such activity"), accelerator.profile(handler):
+    with pytest.raises(ConfigurationError, match="unknown profiler activity"), accelerator.profile(handler):
         pass
 
 

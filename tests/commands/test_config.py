@@ -144,7 +144,7 @@ def test_without_a_terminal_questions_are_plain() -> None:
     assert read_configuration(WRITTEN).values == found
 
 
-def test_answers_that_end_too_early_write_nothing() -> None:
+def test_incomplete_answers_write_nothing() -> None:
     code, output = call("config", text="1\n2\n")
     assert code == 1
     assert "Aborted!" in output

@@ -44,10 +44,10 @@ def test_every_check_prints_a_line(doctor):
     for about in ("python", "torch", "cores", "ranks", "backends", "network", "ports", "disk", "open files", "clock"):
         assert any(line[8:].startswith(about) for line in said.splitlines()), about
     assert f"{torch.__version__}" in said
-    assert said.splitlines()[-1].startswith(f"{sum(line[:1] != ' ' for line in said.splitlines()) - 1} looked at: ")
+    assert said.splitlines()[-1].startswith(f"{sum(line[:1] != ' ' for line in said.splitlines()) - 1} checks: ")
 
 
-def test_variables_that_lead_nowhere(doctor, monkeypatch):
+def test_variables_with_invalid_values_are_reported(doctor, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere9")
     monkeypatch.setenv("MASTER_ADDR", "host.invalid")
@@ -58,7 +58,7 @@ def test_variables_that_lead_nowhere(doctor, monkeypatch):
         "the rank environment lacks WORLD_SIZE: RANK=3",
         "GLOO_SOCKET_IFNAME=nowhere9 names no interface",
         "host.invalid does not resolve",
-        "MASTER_PORT=22x is no port",
+        "MASTER_PORT=22x is not a port",
     ):
         (found,) = [each for each in said.splitlines() if line in each]
         assert found.startswith("fix ")
@@ -174,7 +174,7 @@ def test_under_a_launcher_rank_0_reports_for_all(tmp_path):
     lines = done.stdout.splitlines()
     wrong = [line for line in lines if line.startswith("fix ")]
     assert done.returncode == int(bool(wrong)), done.stdout + done.stderr
-    assert sum(" looked at: " in line for line in lines) == 1
+    assert sum(" checks: " in line for line in lines) == 1
     assert sum(line[8:].startswith("python") for line in lines) == 1
     assert any(line[8:].startswith("versions") and "equal on 2 ranks" in line for line in lines)
     assert any(line[8:].startswith("ports") and "connects the 2 ranks" in line for line in lines)

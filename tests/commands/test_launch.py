@@ -433,7 +433,7 @@ def test_a_wrong_file_is_one_line() -> None:
 
 
 @pytest.mark.parametrize("command", ["launch", "explain"])
-def test_help_is_a_screen(command: str) -> None:
+def test_help_fits_one_screen(command: str) -> None:
     code, output = call(command, "--help")
     assert code == 0
     assert len(output.splitlines()) <= 50

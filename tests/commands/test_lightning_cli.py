@@ -226,7 +226,7 @@ def test_an_optimizer_of_one_class_and_another_way_to_configure_it():
     assert_equal(cli.model, plain(decay=0.5))
 
 
-def test_an_optimizer_that_an_argument_is_given():
+def test_an_optimizer_passed_as_an_argument():
     class LinkedCLI(LightningCLI):
         def add_arguments_to_parser(self, parser):
             parser.add_optimizer_args(torch.optim.SGD, nested_key="optim_one", link_to="model.optim")
@@ -345,7 +345,7 @@ def test_ways_to_save_the_configuration():
     assert saved(bare) == []
 
 
-def test_a_file_of_the_name_stays_or_is_replaced(tmp_path):
+def test_an_existing_file_is_kept_or_replaced(tmp_path):
     (tmp_path / "config.yaml").write_text("mine: 1\n")
     for options in ({}, {"overwrite": True}):
         cli = LightningCLI(

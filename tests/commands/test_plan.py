@@ -51,7 +51,7 @@ def test_a_script_becomes_a_table_a_page_and_json():
     done = run("--world", "16", "--device", "h200", "--html", "plan.html", "--", "--width", "128")
     assert done.exit_code == 0, done.output
     assert done.stdout.startswith("H200: 64 samples a step, at most 127 GB for a rank\n\n16 ranks\n")
-    assert "the script begins" in done.stderr, "what the script prints is no part of the answer"
+    assert "the script begins" in done.stderr, "the script's output is not part of the result"
     assert 'devices=8, num_nodes=2, precision="bf16-mixed", global_batch_size=64)' in done.stdout
     assert "--machine_rank RANK --main_process_ip HOST train.py --width 128\n" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
@@ -66,7 +66,7 @@ def test_memory_depends_on_the_scripts_arguments_and_nothing_fits_exits_with_1()
     assert run(*words).exit_code == 0
     done = run(*words, "--", "--width", "512")
     assert done.exit_code == 1
-    assert "nothing is known to fit" in done.stdout
+    assert "no configuration is known to fit" in done.stdout
     assert "single_device, bf16-mixed: needs" in done.stdout
 
 

@@ -129,7 +129,7 @@ def check(capsys, function, *arguments):
     return 0, capsys.readouterr().out
 
 
-def test_weights_that_are_not_those_of_a_plain_loop(tmp_path, capsys):
+def test_weights_that_differ_from_a_plain_loop_are_reported(tmp_path, capsys):
     about = {"world_size": 1, "device": "cpu", "precision": "32-true"}
     before, after = plain_weights(1)
     code, said = check(capsys, command._check_weights, left(tmp_path / "right", after), about)

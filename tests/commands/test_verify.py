@@ -75,7 +75,7 @@ def test_a_wrong_one(verify):
     assert ran.returncode == 1, ran.stderr
     last = ran.stdout.splitlines()[-1]
     assert last.startswith("first difference: step 0: loss is ")
-    assert "every loss is 0.5 times the reference: averaged over the 2 ranks once more" in last
+    assert "every loss is 0.5 times the reference: averaged over the 2 ranks twice" in last
 
 
 def test_what_could_not_be_checked(verify, tmp_path):

@@ -258,7 +258,9 @@ def ended(programs: Any, place: Path, moved: bool, count: int, *words: str) -> d
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_weights_after_the_move_are_accelerates(count: int, programs: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_moved_script_trains_to_the_weights_of_accelerate(
+    count: int, programs: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     theirs, ours = (ended(programs, tmp_path / str(moved), moved, count) for moved in (False, True))
     assert len(theirs) == 12

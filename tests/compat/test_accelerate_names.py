@@ -130,9 +130,9 @@ def test_nested_tensors() -> None:
     assert utilities.concatenate([nested["a"][:1], nested["a"][:1]])[0].tolist() == [0, 1, 0, 1]
     assert utilities.pad_input_tensors(torch.ones(5, 2), 5, 4).shape == (8, 2)
     for wrong in ([], "text", torch.tensor(1)):
-        with pytest.raises(ConfigurationError, match="an entry for each sample"):
+        with pytest.raises(ConfigurationError, match="one entry a sample"):
             utilities.find_batch_size(wrong)
-    with pytest.raises(ConfigurationError, match="only tensors"):
+    with pytest.raises(ConfigurationError, match="takes tensors"):
         utilities.concatenate(["a", "b"])
 
 
@@ -158,7 +158,7 @@ def test_numbers_names_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [utilities.get_pretty_name(one) for one in (nn.Linear, nn.Linear(1, 1))] == ["Linear", "Linear"]
     assert [utilities.str_to_bool(word) for word in ("Yes", "off")] == [1, 0]
     assert utilities.str_to_bool("t", to_bool=True) is True
-    with pytest.raises(ConfigurationError, match="neither yes nor no"):
+    with pytest.raises(ConfigurationError, match="not a truth value"):
         utilities.str_to_bool("maybe")
     monkeypatch.setenv("FIRST_OF_TWO", "4")
     assert utilities.get_int_from_env(["NONE_OF_TWO", "FIRST_OF_TWO"], 1) == 4
@@ -438,7 +438,7 @@ def test_shares_of_samplers_and_streams() -> None:
     assert list(DataLoader(stream, batch_size=2))[1].tolist() == [1, 2]
 
 
-def test_handlers_say_what_they_hold() -> None:
+def test_handlers_return_their_options() -> None:
     handler = tk.DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16")
     assert handler.to_kwargs() == {"find_unused_parameters": True}
     assert tk.GradScalerKwargs(init_scale=2.0).to_dict()["init_scale"] == 2.0

@@ -156,7 +156,7 @@ def test_torchscript_of_a_trained_module(tmp_path, method):
     assert torch.equal(torch.jit.load(tmp_path / "module.pt")(given), expected)
 
 
-def test_torchscript_of_a_wrong_call():
+def test_wrong_calls_of_to_torchscript_are_refused():
     module = Wide()
     with pytest.raises(tk.ConfigurationError, match="method='onnx'"):
         module.to_torchscript(method="onnx")

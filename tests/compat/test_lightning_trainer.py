@@ -283,7 +283,7 @@ def test_a_limit_that_is_lowered_ends_the_fit_at_once():
     assert trainer.global_step == 2
 
 
-def test_a_limit_may_be_moved_while_it_is_trained_towards():
+def test_a_limit_may_change_during_the_fit():
     class Longer(tk.Callback):
         def on_train_epoch_end(self, trainer, module):
             trainer.fit_loop.max_epochs = 3

@@ -93,7 +93,7 @@ def fit(directory, *callbacks, **options):
     return trainer
 
 
-def test_a_fit_holds_its_directory_and_lets_go(tmp_path):
+def test_a_fit_locks_its_directory_and_unlocks_it_at_the_end(tmp_path):
     looks = Looks(tmp_path / "kept")
     fit(tmp_path / "kept", looks)
     assert looks.owner is not None
@@ -101,7 +101,7 @@ def test_a_fit_holds_its_directory_and_lets_go(tmp_path):
     assert sorted(os.listdir(tmp_path / "kept")) == ["index.json", "step-00000003", "step-00000006"]
 
 
-def test_it_lets_go_when_it_fails(tmp_path):
+def test_a_failed_fit_unlocks_its_directory(tmp_path):
     class Fails(Callback):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             raise RuntimeError("at the first step")
@@ -208,7 +208,7 @@ def test_an_unwritable_directory_is_an_error_before_the_first_step(tmp_path, kin
 
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions are POSIX's")
 @pytest.mark.parametrize("below", ["", "a/b"])
-def test_so_is_one_that_this_user_may_not_write_to(programs, below):
+def test_a_directory_without_write_permission_is_an_error_before_the_first_step(programs, below):
     place = Path(tempfile.mkdtemp(dir="/tmp"))  # every user gets there, unlike to a directory of pytest's
     try:
         place.chmod(0o755)

@@ -242,7 +242,7 @@ def test_the_checkpoint_of_a_signal_is_the_last(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="RLIMIT_FSIZE is POSIX")
-def test_a_process_that_may_write_no_more(tmp_path, programs):
+def test_a_process_beyond_its_file_size_limit(tmp_path, programs):
     result = programs.run_code(SCRIPT, str(tmp_path))
     assert result.returncode == 0, result.stderr
     failed, trained = result.stdout.splitlines()
@@ -284,7 +284,7 @@ def test_a_full_disk(tmp_path, capsys, size, reason):
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_all_ranks_learn_it(tmp_path, strategy):
+def test_all_ranks_report_a_failed_save(tmp_path, strategy):
     told = []
 
     class Asks(Callback):

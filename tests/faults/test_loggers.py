@@ -336,7 +336,7 @@ def test_hyperparameters_that_a_logger_refuses_end_the_entry_point_at_its_start(
     assert not lines_about(capsys, "Faulty")  # training does not continue
 
 
-def test_hyperparameters_that_are_refused_too_late_are_a_line(tmp_path, capsys, hurried, released):
+def test_hyperparameters_refused_too_late_are_reported_in_a_line(tmp_path, capsys, hurried, released):
     def fault(name, count):
         if name == "log_hyperparams" and count == 1:
             released.wait()
@@ -526,7 +526,7 @@ def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path
     ("kind", "method"),
     [("raises", "log_metrics"), ("blocks", "log_hyperparams"), ("blocks", "save"), ("blocks", "finalize")],
 )
-def test_a_faulty_logger_on_rank_zero_holds_no_rank_up(tmp_path, kind, method):
+def test_a_faulty_logger_on_rank_zero_blocks_no_rank(tmp_path, kind, method):
     released, first = threading.Event(), torch.distributed.get_rank() == 0
 
     def fault(name, count):

@@ -220,7 +220,7 @@ def test_a_code_of_75_is_restarted_by_the_agent_and_resumed(batch):
     assert os.listdir("trainer_kit_logs") == ["version_0"]
 
 
-def test_a_restart_ahead_of_the_first_checkpoint_is_the_same_run(batch):
+def test_a_restart_before_the_first_checkpoint_is_the_same_run(batch):
     Path("script.py").write_text(
         SCRIPT.replace("tk.seed_everything(1)\n", "").replace(
             "trainer.fit(module, data)",
@@ -245,7 +245,7 @@ def test_a_code_of_128_and_more_is_final(batch):
     assert "restart" not in err
 
 
-def test_a_number_of_restarts_that_is_none(batch):
+def test_an_invalid_number_of_restarts_is_refused(batch):
     with batch("2", TRAINER_KIT_MAX_RESTARTS="many") as agent:
         _, err = agent.communicate(timeout=60)
     assert agent.returncode == 1

@@ -93,7 +93,7 @@ def test_the_fallback_is_deleted_once_there_is_another_one(tmp_path: Path) -> No
     assert kept(tmp_path) == [6, 7]
 
 
-def test_it_stays_through_a_resume_and_goes_after_it(tmp_path: Path) -> None:
+def test_the_fallback_is_kept_through_a_resume_and_deleted_after_it(tmp_path: Path) -> None:
     fit(tmp_path, 5, Spoils(3, 99))
     assert kept(tmp_path) == [2, 4, 5]
     fit(tmp_path, 7, Spoils(3, 99), ckpt="last")
@@ -106,12 +106,12 @@ def fit_on_ranks(directory: str) -> None:
     fit(Path(directory), 6, Spoils(3, 99), devices=2)
 
 
-def test_on_two_ranks_too(tmp_path: Path) -> None:
+def test_two_ranks_keep_one_fallback(tmp_path: Path) -> None:
     run_distributed(fit_on_ranks, 2, str(tmp_path))
     assert kept(tmp_path) == [2, 5, 6]
 
 
-def test_files_that_others_wrote_stay(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_kept(tmp_path: Path) -> None:
     (tmp_path / "kept" / "step-00000000").mkdir(parents=True)
     (tmp_path / "kept" / "step-00000000" / "notes.txt").write_text("mine")
     (tmp_path / "kept" / "best.ckpt").write_text("mine")

@@ -47,7 +47,7 @@ def test_numbers_come_back_whatever_they_are(tmp_path):
     assert (record["p-ü"], record["p-n"]) == (1 / 3, 10**20)
 
 
-def test_hyperparameters_that_stand_there_already_are_not_repeated(tmp_path):
+def test_hyperparameters_already_in_the_file_are_not_repeated(tmp_path):
     logger = JSONLLogger(tmp_path)
     logger.log_hyperparams({"lr": float("nan")})
     logger.log_hyperparams({"lr": float("nan")})

@@ -218,7 +218,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_pat
 
 
 @pytest.mark.slow
-def test_the_room_exports_its_names_and_imports_nothing_heavy():
+def test_the_package_exports_its_names_and_imports_nothing_heavy():
     assert loggers.__all__ == sorted(loggers.__all__)
     assert set(loggers.__all__) <= set(dir(loggers))
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):

@@ -365,7 +365,7 @@ def test_a_missing_package_is_answered_with_the_line_for_pip(missing):
     assert caught.value.fix == f"pip install 'trainer-kit[{extra}]'"
 
 
-def test_the_words_of_trackers_take_the_root_as_their_directory():
+def test_trackers_given_by_name_write_to_the_root_directory():
     pytest.importorskip("wandb")
     (logger,) = choose_loggers("wandb", "root")
     assert (logger.save_dir, logger._init["name"]) == ("root", None)

@@ -24,14 +24,14 @@ def fails(path):
     raise ConnectionError("no answer")
 
 
-def test_each_is_uploaded_when_it_is_saved(checkpoint):
+def test_each_checkpoint_is_uploaded_when_it_is_saved(checkpoint):
     uploads, uploaded = CheckpointUploads("all"), []
     uploads.saved(str(checkpoint), uploaded.append)
     uploads.ended("success", uploaded.append)
     assert uploaded == [checkpoint]
 
 
-def test_those_that_exist_are_uploaded_at_a_good_end(checkpoint, tmp_path):
+def test_existing_checkpoints_are_uploaded_at_a_successful_end(checkpoint, tmp_path):
     uploads, uploaded = CheckpointUploads(True), []
     uploads.saved(checkpoint, uploaded.append)
     uploads.saved(tmp_path / "deleted", uploaded.append)
@@ -42,12 +42,12 @@ def test_those_that_exist_are_uploaded_at_a_good_end(checkpoint, tmp_path):
     assert uploaded == [checkpoint]
 
 
-def test_one_that_was_deleted_before_is_named(tmp_path):
+def test_a_checkpoint_deleted_before_its_upload_is_named(tmp_path):
     with pytest.raises(LogError, match="was deleted before it was uploaded"):
         CheckpointUploads("all").saved(tmp_path / "step", fails)
 
 
-def test_one_that_is_deleted_or_replaced_during_its_upload_is_named(checkpoint, tmp_path):
+def test_a_checkpoint_deleted_or_replaced_during_its_upload_is_named(checkpoint, tmp_path):
     def deletes(path):
         shutil.rmtree(path)
         fails(path)

@@ -242,14 +242,14 @@ def test_samples_that_the_ranks_cannot_divide_are_named():
 
 def test_wrong_calls_are_answered_in_words():
     for given, text in (
-        ({"world": 0}, "a world has one rank or more"),
-        ({"world": []}, "a world has one rank or more"),
+        ({"world": 0}, "the number of ranks is at least 1"),
+        ({"world": []}, "the number of ranks is at least 1"),
         ({"world": 2, "device": "h900"}, "no data sheet"),
         ({"world": 2, "max_memory": "much"}, "max_memory is a number of bytes"),
-        ({"world": 2, "price": -1}, "not negative"),
+        ({"world": 2, "price": -1}, "must not be negative"),
         ({"world": 2, "strategies": ["fsdp", "dpp"]}, "no strategy is called 'dpp'"),
         ({"world": 2, "precisions": ["bf16-mix"]}, "unknown precision 'bf16-mix'"),
-        ({"world": 2, "global_batch_size": 0}, "samples of a step"),
+        ({"world": 2, "global_batch_size": 0}, "the global batch has at least one sample"),
     ):
         with pytest.raises(ConfigurationError, match=text):
             trainer().plan(Net(), loader(), **{"device": "h100", **given})

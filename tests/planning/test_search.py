@@ -141,7 +141,7 @@ def test_what_cannot_be_measured_is_not_ranked():
 
     rows = search(question(strategies=("fsdp", "ddp")), nn.Linear(1, 1), calculated)
     assert all(row.estimate is None for row in rows)
-    reason = "weights, gradients and optimizer state are 37 GB, the rest is unknown: the step reads values"
+    reason = "weights, gradients and optimizer state need 37 GB; the rest is unknown: the step reads values"
     assert [row.reason for row in rows][:1] == [reason]
     assert len(rows) == 2, "neither checkpointing nor offload makes it known"
 

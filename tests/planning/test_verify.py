@@ -61,7 +61,7 @@ def test_a_wrong_accumulation_factor():
 def test_a_loss_that_is_averaged_over_the_ranks_twice():
     first = verify(verified.AveragedTwice()).first
     assert (first.kind, first.step) == ("loss", 0)
-    assert "0.5 times the reference: averaged over the 2 ranks once more" in first.hint
+    assert "0.5 times the reference: averaged over the 2 ranks twice" in first.hint
 
 
 def test_random_numbers_that_no_checkpoint_holds():
@@ -151,7 +151,7 @@ def test_a_module_that_does_not_run_in_float64():
 def test_what_cannot_be_verified_is_refused():
     module = verified.Classifier()
     module.automatic_optimization = False
-    with pytest.raises(tk.ConfigurationError, match="no plain loop"):
+    with pytest.raises(tk.ConfigurationError, match="cannot train this module with a plain loop"):
         verify(module)
     with pytest.raises(tk.ConfigurationError, match="at least one step"):
         verify(verified.Classifier(), steps=0)

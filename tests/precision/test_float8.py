@@ -204,7 +204,7 @@ def test_an_accelerator_with_its_recipes() -> None:
     scaled = tk.GradScalerKwargs(init_scale=8.0)
     accelerator = tk.Accelerator(cpu=True, mixed_precision=Float8Precision(base="16-mixed"), kwargs_handlers=[scaled])
     assert float(accelerator.precision.scale_loss(torch.ones(()))) == 8.0
-    with pytest.raises(PrecisionError, match="MS-AMP is not maintained"):
+    with pytest.raises(PrecisionError, match="MS-AMP is no longer maintained"):
         tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.MSAMPRecipeKwargs()])
     with pytest.raises(PrecisionError, match="needs Transformer Engine"):
         tk.Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[tk.TERecipeKwargs()])

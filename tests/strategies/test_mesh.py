@@ -84,22 +84,24 @@ def test_plans_that_do_not_fit_the_module() -> None:
     for plan, told in (
         ({"layers.*.mlp.up": "colwise"}, "'layers.*.mlp.up'\n  fix:   did you mean 'layers"),
         ({"lm_head": "colwize"}, "'colwize'\n  fix:   did you mean 'colwise'?"),
-        ({"lm_head": 3}, "found: 3\n  fix:   use a word, or a style of torch's"),
+        ({"lm_head": 3}, "found: 3\n  fix:   pass a name, or a ParallelStyle of torch"),
         ({"norm": "colwise"}, "found: norm is a RMSNorm"),
         ("lama", "did you mean 'llama'?"),
-        ("mlp", "the preset 'mlp' knows no layer of this module"),
-        (None, "Language does not say how it may be split"),
+        ("mlp", "the preset 'mlp' matches no layer of this module"),
+        (None, "Language has no plan for tensor parallelism"),
     ):
         with pytest.raises(StrategyError) as error:
             split(net, plan)
         assert told in str(error.value)
-    with pytest.raises(StrategyError, match="splits neither sequences nor losses"):
+    with pytest.raises(StrategyError, match="supports neither sequence nor loss parallelism"):
         split(net, "gpt", sequence_parallel=True)
     with pytest.raises(StrategyError, match=r"lm_head.out_features = 16, tp=3(.|\n)*use tp=2, or pad it to"):
         split(net, {"lm_head": "colwise"}, 3)
     with pytest.raises(StrategyError, match=r"embed_tokens.num_embeddings = 16, tp=5\n  fix:   use tp=4, or pad"):
         split(net, {"embed_tokens": "rowwise_rep"}, 5)
-    with pytest.raises(StrategyError, match=r"together or not at all(.|\n)*add 'embed_tokens' to the plan"):
+    with pytest.raises(
+        StrategyError, match=r"all layers that share a parameter, or none(.|\n)*add 'embed_tokens' to the plan"
+    ):
         split(make_language(tied=True), {"lm_head": "colwise_rep"})
     net.__dict__["config"] = type("Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2})
     with pytest.raises(StrategyError, match="num_key_value_heads = 2, tp=4\n  fix:   use tp=2"):

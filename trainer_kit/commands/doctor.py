@@ -36,8 +36,8 @@ def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
     """Check machines and ranks for problems of training.
 
     Checks versions, devices, drivers, ranks, network, ports, disk, shared memory, limits and the clock; measures matrix
-    products, memory and collectives on every rank, and names ranks that are unlike the others. Under a launcher
-    (trainer-kit launch -m trainer_kit doctor, torchrun, srun) it checks the ranks that are there. Each line is OK, a
+    products, memory and collectives on every rank, and names ranks that differ from the others. Under a launcher
+    (trainer-kit launch -m trainer_kit doctor, torchrun, srun) it checks the ranks of that launcher. Each line is OK, a
     warning, or something to fix. Exits with 1 if anything is to be fixed, else with 0.
     """
     from trainer_kit.core.environment import Environment
@@ -91,7 +91,7 @@ def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
     device = pick_device(local_rank=here.local_rank) if _has_devices(here.local_world_size) else pick_device("cpu")
     group = join_world(device, timeout=_TIMEOUT)
     beside = check_machine(directory) if machine and here.local_rank == 0 else []
-    if here.rank > 0:  # what is well on one machine is printed once
+    if here.rank > 0:  # what is OK on every machine is printed once
         beside = [found for found in beside if found.level != "OK"]
     return survey(group, device, directory, beside)
 
@@ -130,7 +130,7 @@ def _print(findings: list[Finding], made: Survey | None) -> None:
         if each.fix and each.level != "OK":
             click.echo(f"{'':8}{'':{width}}  → {each.fix}")
     wrong, warned = (sum(each.level == level for each in findings) for level in ("fix", "warning"))
-    click.echo(f"{len(findings)} looked at: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
+    click.echo(f"{len(findings)} checks: {wrong} to fix, {warned} warning{'s' * (warned != 1)}")
 
 
 def _as_json(findings: list[Finding], made: Survey | None) -> dict[str, Any]:

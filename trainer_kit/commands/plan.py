@@ -27,10 +27,10 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @click.option("--world", required=True, callback=_numbers, help="Numbers of ranks: 8,64,512.")
 @click.option("--device", help="h200, h100, a100-80, ..., or cpu: this machine. By default this machine's accelerator.")
 @click.option("--max-memory", help="Memory that a rank may use: 60GB. By default nine tenths of the device's.")
-@click.option("--strategy", "strategies", multiple=True, help="Only this one; several times for several.")
+@click.option("--strategy", "strategies", multiple=True, help="Only this one; repeat the option for several.")
 @click.option("--precision", "precisions", multiple=True, help="By default the script's, and mixed precision.")
-@click.option("--global-batch", type=click.IntRange(min=1), help="Samples of a step. By default the script's.")
-@click.option("--price", type=click.FloatRange(min=0), help="Of a device for an hour; adds the cost.")
+@click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step. By default the script's.")
+@click.option("--price", type=click.FloatRange(min=0), help="Price of a device per hour; adds the cost.")
 @click.option(
     "--efficiency",
     type=click.FloatRange(min=0, max=1, min_open=True),
@@ -54,7 +54,7 @@ def plan(
     as_json: bool,
     html: Path | None,
 ) -> None:
-    """Find the configurations in which SCRIPT fits, without the devices, and print the lines that start the best.
+    """Find the configurations of SCRIPT that fit into memory, without the devices, and print how to start the best one.
 
     SCRIPT runs up to its first fit, with the ARGUMENTS after "--" and without memory for weights. Steps of its module
     then run on tensors without storage, under each strategy. Exits with 1 if nothing fits.
@@ -69,7 +69,7 @@ def plan(
     if device not in (None, "cpu"):
         find_device(device)  # a wrong word is an error before the script runs
     limit = None if max_memory is None else in_bytes(max_memory, "--max-memory")
-    with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the answer
+    with contextlib.redirect_stdout(sys.stderr):  # the script's output is not part of the result
         fit = captured_fit(script, arguments, trainer_class=Trainer, empty_weights=True)
         found = plan_fit(
             fit.trainer,

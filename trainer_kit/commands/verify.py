@@ -56,7 +56,7 @@ def verify(
     }
     given = {name: value for name, value in chosen.items() if value is not None}
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what the script prints is no part of the answer
+        with contextlib.redirect_stdout(sys.stderr):  # the script's output is not part of the result
             fit = captured_fit(script, arguments, trainer_class=Trainer)
             off = {"logger": False, "num_nodes": 1, "resume": None}
             trainer = Trainer(**{**fit.arguments, **given, **off})

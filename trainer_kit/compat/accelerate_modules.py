@@ -114,7 +114,7 @@ def set_module_tensor_to_device(
         tensor([3.], requires_grad=True)
     """
     if fp16_statistics is not None:
-        raise ConfigurationError("layers of 8 bits are made by load_and_quantize_model", found="fp16_statistics=...")
+        raise ConfigurationError("load_and_quantize_model creates 8-bit layers", found="fp16_statistics=...")
     path, _, key = tensor_name.rpartition(".")
     try:
         holder = module.get_submodule(path)
@@ -127,10 +127,10 @@ def set_module_tensor_to_device(
     new = old.detach() if value is None else torch.as_tensor(value)
     if new.shape != old.shape:
         raise ConfigurationError(
-            f"{tensor_name} has another shape", found=f"{list(new.shape)} in place of {list(old.shape)}"
+            f"the value of {tensor_name} has a different shape", found=f"{list(new.shape)}, not {list(old.shape)}"
         )
     if new.device.type == "meta" and place.type != "meta":
-        raise ConfigurationError(f"{tensor_name} has no values", found="the meta device", fix="value=...")
+        raise ConfigurationError(f"{tensor_name} has no values", found="the meta device", fix="pass value=...")
     if value is not None and dtype is None:
         new = new.to(old.dtype)
     elif dtype is not None and new.is_floating_point():
@@ -192,7 +192,7 @@ def check_tied_parameters_on_same_device(
         places = {name: next(device_map[key] for key in _above(name) if key in device_map) for name in names}
         if len(set(places.values())) > 1:
             raise ConfigurationError(
-                "a tied parameter is on several devices", found=str(places), fix='device_map="auto"'
+                "the device map puts a tied parameter on several devices", found=str(places), fix='device_map="auto"'
             )
 
 
@@ -657,7 +657,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ConfigurationError("there are no weights", fix="give a state_dict, a save_folder or an index")
+            raise ConfigurationError("no weights are given", fix="pass state_dict, save_folder or index")
         self.state_dict = state_dict or {}
         self.save_folder = save_folder
         if index is None and save_folder is not None:

@@ -299,7 +299,7 @@ def find_batch_size(data: Any) -> int:
         one = next(iter(one.values() if isinstance(one, Mapping) else one))
     if isinstance(one, Tensor) and one.ndim:
         return one.shape[0]
-    raise ConfigurationError("a batch begins with a tensor that has an entry for each sample", found=repr(one)[:80])
+    raise ConfigurationError("the first value of a batch is a tensor of one entry a sample", found=repr(one)[:80])
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
@@ -350,7 +350,7 @@ def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     if isinstance(one, Mapping):
         return type(one)({key: concatenate([part[key] for part in data], dim) for key in one})  # type: ignore[call-arg]
     if not isinstance(one, Tensor):
-        raise ConfigurationError("only tensors are concatenated", found=type(one).__name__)
+        raise ConfigurationError("concatenate takes tensors", found=type(one).__name__)
     return torch.cat(list(data), dim)
 
 
@@ -524,7 +524,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """
     word = value.lower()
     if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in ("n", "no", "f", "false", "off", "0"):
-        raise ConfigurationError("this is neither yes nor no", found=repr(value), fix="true or false")
+        raise ConfigurationError("this is not a truth value", found=repr(value), fix="true or false")
     return (word in yes) if to_bool else int(word in yes)
 
 

@@ -123,7 +123,7 @@ def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 
 
 def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{stand_in} is a placeholder for the {what} of DeepSpeed's JSON, and there is none",
+        f"{stand_in} is a placeholder for the {what} in DeepSpeed's JSON, which has none",
         fix=f"make the {what} in the script, or name it in the JSON",
     )
 
@@ -198,7 +198,7 @@ class DeepSpeedPlugin:
         if self.transformer_moe_cls_names is not None:
             if not isinstance(self.transformer_moe_cls_names, str):
                 raise ConfigurationError(
-                    "classes of expert layers are named in one text, with commas",
+                    "the class names of expert layers are one comma-separated string",
                     found=f"transformer_moe_cls_names={self.transformer_moe_cls_names!r}",
                 )
             given["deepspeed_moe_layer_cls_names"] = self.transformer_moe_cls_names
@@ -236,7 +236,7 @@ class DeepSpeedPlugin:
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
         except ImportError as error:
-            raise ConfigurationError("zero3_init_flag is for models of transformers, which is not installed") from error
+            raise ConfigurationError("zero3_init_flag needs transformers, which is not installed") from error
         explicit = {key: value for key, value in self.deepspeed_config.items() if value != "auto"}
         explicit.setdefault("train_micro_batch_size_per_gpu", 1)
         self._known_to_transformers = integrations.HfDeepSpeedConfig(explicit)
@@ -303,7 +303,7 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     """The DeepSpeed plugins among an Accelerator's arguments, by name; one alone, or the launcher's, is "default"."""
     one, several = given.get("deepspeed_plugin"), given.get("deepspeed_plugins")
     if one is not None and several is not None:
-        raise ConfigurationError("DeepSpeed's plugins are given twice", found="deepspeed_plugin and deepspeed_plugins")
+        raise ConfigurationError("two arguments set DeepSpeed plugins", found="deepspeed_plugin and deepspeed_plugins")
     chosen = several if one is None else one
     launched = variable("distributed_type")
     if chosen is None and launched is not None and launched.value == "DEEPSPEED":
@@ -314,5 +314,5 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     found = dict(chosen) if isinstance(chosen, Mapping) else {"default": chosen}
     for name, plugin in found.items():
         if not isinstance(plugin, DeepSpeedPlugin):
-            raise ConfigurationError("this is no DeepSpeedPlugin", found=f"{name}: {type(plugin).__name__}")
+            raise ConfigurationError("expected a DeepSpeedPlugin", found=f"{name}: {type(plugin).__name__}")
     return found

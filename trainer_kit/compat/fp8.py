@@ -94,7 +94,7 @@ class TERecipeKwargs(FP8Recipe):
 
         if any(self.override_linear_precision):
             raise PrecisionError(
-                "Transformer Engine has no products in higher precision any more",
+                "Transformer Engine no longer supports matrix products in higher precision",
                 found=f"override_linear_precision={self.override_linear_precision}",
                 fix="leave it out",
             )
@@ -128,9 +128,9 @@ class MSAMPRecipeKwargs(FP8Recipe):
             PrecisionError: always.
         """
         raise PrecisionError(
-            "MS-AMP is not maintained any more, and needs releases of CUDA and torch that are gone",
+            "MS-AMP is no longer maintained, and needs outdated releases of CUDA and torch",
             found=f"MSAMPRecipeKwargs(opt_level={self.opt_level!r})",
-            fix="AORecipeKwargs() or TERecipeKwargs(); for its 8-bit optimizer states tk.optimizer('adamw8bit', ...)",
+            fix="AORecipeKwargs() or TERecipeKwargs(); for 8-bit optimizer states, tk.optimizer('adamw8bit', ...)",
         )
 
 
@@ -149,7 +149,7 @@ def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
     """
     word = (backend or "TE").upper()
     if word not in _BACKENDS:
-        raise ConfigurationError("unknown backend for fp8", found=repr(backend), fix=did_you_mean(word, _BACKENDS))
+        raise ConfigurationError("unknown fp8 backend", found=repr(backend), fix=did_you_mean(word, _BACKENDS))
     return _BACKENDS[word](**options)
 
 

@@ -1,4 +1,4 @@
-"""Lightning's ``ServableModule``: what a module answers to a request, and a callback that tries it before training."""
+"""Lightning's ``ServableModule``: a module that answers requests, and a callback that tests it before training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ServableModule(nn.Module):
         return None
 
     def _missing(self, name: str) -> ConfigurationError:
-        return ConfigurationError(f"{type(self).__name__} is served, and does not define {name}")
+        return ConfigurationError(f"{type(self).__name__} is a ServableModule without {name}")
 
 
 @final
@@ -87,9 +87,9 @@ class ServableModuleValidator(Callback):
         self.successful = expected is None or self.resp == expected
         if self.exit_on_failure and not self.successful:
             raise ConfigurationError(
-                "the module does not answer its own example as expected",
-                found=f"{self.resp}, where configure_response returns {expected}",
-                fix="the expected response, or exit_on_failure=False",
+                "the module's response to its example request is not the expected one",
+                found=f"{self.resp}; configure_response returns {expected}",
+                fix="correct serve_step or configure_response, or pass exit_on_failure=False",
             )
 
 

@@ -178,7 +178,7 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if parent is None:
         parent = next((cls for cls in (TrainModule, DataModule, Callback) if isinstance(instance, cls)), None)
     if parent is None:
-        raise ConfigurationError(f"a {type(instance).__name__} has no known defaults", fix="pass parent=")
+        raise ConfigurationError(f"the base class of {type(instance).__name__} is unknown", fix="pass parent=")
     return _is_overridden(method_name, instance, parent)
 
 
@@ -217,7 +217,7 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     order = float(norm_type)
     if not order > 0:
-        raise ConfigurationError("the order of a norm is above zero", found=f"norm_type={norm_type}")
+        raise ConfigurationError("the order of a norm is a positive number", found=f"norm_type={norm_type}")
     found = {name: p.grad.detach().norm(order) for name, p in module.named_parameters() if p.grad is not None}
     norms = {f"grad_{order}_norm{group_separator}{name}": float(norm) for name, norm in found.items()}
     if norms:
@@ -280,7 +280,7 @@ class ParallelStrategy(metaclass=_AnyParallel):
 
     def __init_subclass__(cls) -> None:
         raise ConfigurationError(
-            "ParallelStrategy answers isinstance only", fix="subclass trainer_kit.strategies.Strategy"
+            "ParallelStrategy is only for isinstance checks", fix="subclass trainer_kit.strategies.Strategy"
         )
 
 

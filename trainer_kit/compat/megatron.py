@@ -16,10 +16,10 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["MegatronLMPlugin"]
 
-_MODEL: Final = "build the model as it is to be: GPTModel(TransformerConfig(...), ...)"
+_MODEL: Final = "build the model with this setting: GPTModel(TransformerConfig(...), ...)"
 _SCHEDULE: Final = "prepare a scheduler of torch.optim.lr_scheduler"
 _DATA: Final = "prepare a DataLoader"
-_LOOP: Final = "say it in the loop: it is yours"
+_LOOP: Final = "set it in your training loop"
 _ELSEWHERE: Final = {
     **dict.fromkeys(
         ("num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_split_rank", "other_megatron_args",
@@ -104,7 +104,7 @@ class MegatronLMPlugin:
                 continue
             if key not in KEYS:
                 raise ConfigurationError(
-                    f"{name} belongs to Megatron-LM's own training script, which is not what runs here",
+                    f"{name} is an option of Megatron-LM's own training script, which does not run here",
                     found=f"{name}={value!r}",
                     fix=_ELSEWHERE[name],
                 )
@@ -114,6 +114,6 @@ class MegatronLMPlugin:
     def make_strategy(self, process_group_backend: str | None = None, **options: Any) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
         if process_group_backend is not None:
-            raise ConfigurationError("Megatron makes its groups by itself", found=f"backend={process_group_backend!r}")
+            raise ConfigurationError("Megatron creates its own groups", found=f"backend={process_group_backend!r}")
         made: Strategy = STRATEGIES.get("megatron")(**self.options, **options)
         return made

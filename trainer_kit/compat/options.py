@@ -196,7 +196,7 @@ class GradScalerKwargs(KwargsHandler):
         positive(self, "init_scale", "growth_interval", "backoff_factor")
         if not self.growth_factor > 1 or not self.backoff_factor < 1:
             raise ConfigurationError(
-                "a gradient scaler grows by a factor above 1 and backs off by one below 1",
+                "growth_factor must be above 1, and backoff_factor below 1",
                 found=f"growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}",
                 fix="growth_factor=2.0, backoff_factor=0.5",
             )
@@ -267,7 +267,7 @@ class ProfileKwargs(KwargsHandler):
         for name in self.activities or ():
             if name.lower() not in known:
                 raise ConfigurationError(
-                    "torch's profiler has no such activity",
+                    "unknown profiler activity",
                     found=f"activities={self.activities!r}",
                     fix=f"{did_you_mean(name.lower(), known)}; known: {', '.join(known)}",
                 )
@@ -281,9 +281,9 @@ class ProfileKwargs(KwargsHandler):
             return schedule(**self.schedule_option)
         except (TypeError, AssertionError) as error:
             raise ConfigurationError(
-                "torch's profiler refuses this schedule",
+                "invalid profiler schedule",
                 found=f"schedule_option={dict(self.schedule_option)}: {error}",
-                fix='{"wait": 1, "warmup": 1, "active": 3}, and "repeat" and "skip_first" where wanted',
+                fix='{"wait": 1, "warmup": 1, "active": 3}; "repeat" and "skip_first" are optional',
             ) from error
 
 
@@ -369,15 +369,15 @@ _OF_FSDP1: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "state_dict_config": ((), "save_state writes shards, save_model whole weights; leave it out"),
     "optim_state_dict_config": ((), "save_state writes shards, and any strategy loads them; leave it out"),
 }
-"""For each option without effect, the values that ask for what FSDP2 does anyway, and what to do instead."""
+"""For each option without effect, the values that FSDP2 always uses, and what to do instead."""
 
 
 @dataclass(kw_only=True)
 class FullyShardedDataParallelPlugin:
     """Options of FSDP, for ``Accelerator(fsdp_plugin=...)``; the launcher's values are the defaults.
 
-    Options of FSDP1 that FSDP2 does not need are accepted without effect; one that asks for something else than what
-    FSDP2 does is named in a warning, with what to do.
+    FSDP2 does not need some options of FSDP1, which are accepted without effect. If one asks for a behaviour that FSDP2
+    does not have, a warning names it and its replacement.
 
     Attributes:
         fsdp_version: accepted without effect: this is FSDP2.
@@ -540,7 +540,7 @@ def micro_batches(steps: Any, owner: str) -> int:
     """
     if not isinstance(steps, Integral) or steps < 1:
         raise ConfigurationError(
-            "a step takes at least one batch", found=f"{steps!r} for {owner}", fix="pass a whole number from 1"
+            "a step takes at least one micro-batch", found=f"{steps!r} for {owner}", fix="pass 1 or more"
         )
     return int(steps)
 
@@ -602,12 +602,12 @@ def by_kind(handlers: Any) -> dict[type, Any]:
     for handler in as_list(handlers, KwargsHandler):
         if not isinstance(handler, KwargsHandler):
             raise ConfigurationError(
-                "this is no kwargs handler",
+                "expected a kwargs handler",
                 found=repr(handler) if isinstance(handler, type) else type(handler).__name__,
                 fix="pass DistributedDataParallelKwargs(...)",
             )
         handler.__post_init__()  # a field may have been set since
         if type(handler) in found:
-            raise ConfigurationError("a kwargs handler is given twice", found=type(handler).__name__)
+            raise ConfigurationError("two kwargs handlers have the same class", found=type(handler).__name__)
         found[type(handler)] = handler
     return found

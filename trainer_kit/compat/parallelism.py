@@ -51,7 +51,7 @@ class TorchContextParallelConfig:
         chosen = self.cp_comm_strategy or _launched("cp_comm_strategy") or "allgather"
         if chosen not in ("allgather", "alltoall"):
             raise ConfigurationError(
-                "unknown way to exchange sequences",
+                "unknown communication strategy for context parallelism",
                 found=f"cp_comm_strategy={chosen!r}",
                 fix='"allgather" or "alltoall"',
             )
@@ -244,5 +244,5 @@ def _size(name: str, given: int | None) -> int:
     except ValueError:
         size = 0
     if size < 1 and size != -1:
-        raise ConfigurationError("so many processes cannot divide anything", found=f"{name}={text!r}", fix="1 or more")
+        raise ConfigurationError("a mesh axis has at least 1 rank", found=f"{name}={text!r}", fix="1 or more, or -1")
     return size

@@ -12,38 +12,38 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
     "cp_backend": ("unknown cp_backend", 'cp_backend="torch"'),
     "enable_msamp": ("MS-AMP is not supported", 'mixed_precision="fp8" without DeepSpeed, or bf16'),
     "init_method": (
-        "processes meet where their launcher says",
+        "the launcher sets the rendezvous address of the processes",
         "leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
     ),
     "lomo_backward": ("LOMO optimizers are not supported", "accelerator.backward(loss), optimizer.step()"),
-    "lr_scheduler_callable": ("a scheduler that is made by a function is prepared as it is", "call it"),
+    "lr_scheduler_callable": ("DummyScheduler takes no function", "call the function, and prepare its scheduler"),
     "offload_activations": (
-        "activations are offloaded where FSDP shards parameters",
+        "activation offloading needs ranks that shard parameters",
         "dp_shard_size=2 or more, or leave activation_checkpointing_offload out",
     ),
     "cpu_offload": (
-        "FSDP offloads to the CPU what it shards",
+        "CPU offload needs ranks that shard parameters",
         "dp_shard_size=2 or more, or leave cpu_offload out",
     ),
     "mixed_precision": (
-        "FSDP's mixed precision needs ranks that share parameters",
+        "FSDP's mixed precision needs ranks that shard parameters",
         'dp_shard_size=2 or more, or Accelerator(mixed_precision="bf16") without mixed_precision_policy',
     ),
     "ignored_modules": (
-        "FSDP leaves modules out where it shards parameters",
+        "ignored_modules needs ranks that shard parameters",
         "dp_shard_size=2 or more, or leave ignored_modules out",
     ),
-    "safe_serialization": ("states are saved without pickle", None),
+    "safe_serialization": ("checkpoints are always written without pickle", None),
     "select": (
         "the Accelerator selects one of several DeepSpeed plugins",
         "accelerator.state.select_deepspeed_plugin(name)",
     ),
     "slice_fn_for_dispatch": (
-        "the main process sends each process a batch of its own: no batch is sliced",
+        "the main process sends whole batches, and slices none",
         "leave it out; the loader's collate_fn makes the batches",
     ),
-    "sp_size": ("sequences are not divided by DeepSpeed", "use cp_size, and accelerator.maybe_context_parallel(...)"),
-    "torch_device_mesh": ("a mesh is made by the Accelerator", "say tp_size alone"),
+    "sp_size": ("sp_size is not supported", "use cp_size, and accelerator.maybe_context_parallel(...)"),
+    "torch_device_mesh": ("the Accelerator creates the device mesh", "pass only tp_size"),
 }
 """By name of the argument, value or method: the problem and the fix."""
 
@@ -57,7 +57,7 @@ def refused(name: str, found: str | None = None) -> ConfigurationError:
 
     Example:
         >>> print(refused("sp_size", "sp_size=2"))
-        sequences are not divided by DeepSpeed
+        sp_size is not supported
           found: sp_size=2
           fix:   use cp_size, and accelerator.maybe_context_parallel(...)
     """

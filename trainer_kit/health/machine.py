@@ -81,7 +81,7 @@ def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Fi
         try:
             found += check()
         except Exception as error:  # a check may fail on an unusual machine
-            found.append(Finding(about, f"could not be looked at: {type(error).__name__}: {error}", "warning"))
+            found.append(Finding(about, f"the check failed: {type(error).__name__}: {error}", "warning"))
     return found
 
 
@@ -93,7 +93,7 @@ def _versions() -> Iterator[Finding]:
         required = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
-            "trainer_kit", "runs without being installed: versions are not compared", "warning", "pip install it"
+            "trainer_kit", "is not installed as a package: versions are not checked", "warning", "pip install it"
         )
         return
     needed = [Requirement(line) for line in required]
@@ -112,7 +112,7 @@ def _versions() -> Iterator[Finding]:
             found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
             yield Finding("packages", found, "fix", f"pip install '{requirement}'")
     if not unsupported:
-        yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; all it needs is supported")
+        yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; supported dependencies")
 
 
 def _devices() -> Iterator[Finding]:
@@ -223,11 +223,11 @@ def _ports() -> Iterator[Finding]:
         return
     port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
     if not port.isdigit() or not 0 < int(port) < 65536:
-        yield Finding("ports", f"MASTER_PORT={port} is no port", "fix", "unset it, or set a number up to 65535")
+        yield Finding("ports", f"MASTER_PORT={port} is not a port", "fix", "unset it, or set a number up to 65535")
         return
     error = _unusable(int(port))
     level = "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
-    cannot = f", where several machines meet, cannot be used: {error.strerror}" if error else " is free"
+    cannot = f", the rendezvous port of several machines, cannot be used: {error.strerror}" if error else " is free"
     yield Finding("ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free")
 
 
@@ -285,6 +285,6 @@ def _clock(directory: Path) -> Iterator[Finding]:
         difference = os.stat(file.name).st_mtime - time.time()
     if abs(difference) > 5:
         text = f"the files' clock is {difference:+.0f} s from this machine's"
-        yield Finding("clock", text, "warning", "let both keep time by NTP; order is kept by steps all the same")
+        yield Finding("clock", text, "warning", "synchronise both clocks with NTP; training does not depend on it")
     else:
         yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))

@@ -1,4 +1,4 @@
-"""A survey of all ranks: each measures itself, and those that are unlike the others are named."""
+"""A survey of all ranks: each measures itself, and the result names those that differ from the others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _FIXES: Final = {
     "link": "look at its network card and cable (ethtool, ibstat), and at NCCL_SOCKET_IFNAME; if it stays slow, train"
     " without that machine",
     "disk": "use a faster directory: a checkpoint of 10 GB takes minutes here",
-    "clocks": "let all machines keep time by NTP (chronyc tracking)",
+    "clocks": "synchronise the clocks of all machines with NTP (chronyc tracking)",
     "versions": "install the same versions on all machines",
 }
 
@@ -43,7 +43,7 @@ _FIXES: Final = {
 @final
 @dataclass(frozen=True, kw_only=True)
 class RankHealth:
-    """What one rank is and has measured.
+    """One rank, and what it has measured.
 
     Attributes:
         rank: in the group that was surveyed.

@@ -44,7 +44,7 @@ def strategy_for(candidate: Candidate) -> Strategy:
     if candidate.offload and word not in _OFFLOADS.values():
         if word not in _OFFLOADS:
             raise StrategyError(
-                f"strategy={word!r} keeps nothing in host memory",
+                f"strategy={word!r} does not support offload to host memory",
                 found="offload=True",
                 fix=f"offload=False, or one of {', '.join(_OFFLOADS)}",
             )
@@ -55,7 +55,7 @@ def strategy_for(candidate: Candidate) -> Strategy:
         shards = int(sized[2])
         if candidate.world % shards:
             raise StrategyError(
-                "shards of equal size need a multiple of ranks", found=f"{word}, {candidate.world} ranks"
+                "the shards do not divide the number of ranks", found=f"{word}, {candidate.world} ranks"
             )
         made = STRATEGIES.get("hsdp")(
             "cpu", sharding_strategy="HYBRID_SHARD", device_mesh=(candidate.world // shards, shards)

@@ -1,4 +1,4 @@
-"""A world of ranks that does not exist, and copies of modules and batches without storage.
+"""A fake world of ranks, and copies of modules and batches without storage.
 
 This is the only file that uses torch's fake process group and fake copies, which are private.
 """
@@ -40,7 +40,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
 
     if dist.is_initialized():
         raise StrategyError(
-            "this process is a rank already, so it cannot be a rank of an imagined world",
+            "planning needs a process that is not a rank of a run",
             found=f"a process group of {dist.get_world_size()} ranks",
             fix="plan in a process of its own, before the first fit: trainer-kit plan train.py",
         )
@@ -58,7 +58,7 @@ def fake_mail(box: dict[int, list[Any]]) -> Iterator[None]:
     """Inside, small objects that ranks send each other one to one are kept for the fake world of the receiver.
 
     Args:
-        box: by the receiver's rank in its group; worlds that are imagined one after the other share it.
+        box: by the receiver's rank in its group; fake worlds that run one after the other share it.
     """
     torchs: Any = dist
     send, receive = torchs.send_object_list, torchs.recv_object_list
@@ -106,7 +106,7 @@ def adapted() -> Iterator[None]:
     parameter only: hundreds of fake parts of each take most of the time.
     The stages of a pipeline do not vote whether all of them know the shapes that they exchange: ours do.
     """
-    recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not tell what it saves for backward
+    recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
     from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining._utils import InferenceMode
 

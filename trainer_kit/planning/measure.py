@@ -59,7 +59,7 @@ def measure(
     """Run two optimizer steps of a configuration on tensors without storage, and measure the second.
 
     The module is copied without its values, so no weights are allocated. Its ``configure_model``, ``training_step`` and
-    ``configure_optimizers``, the real strategy and the real loop run in a world of imagined ranks; callbacks do not
+    ``configure_optimizers``, the real strategy and the real loop run in a fake world of ranks; callbacks do not
     run. The module, its hooks, the random generators and the process are as before when it returns.
 
     Args:

@@ -180,7 +180,7 @@ def _text(plan: Plan) -> str:
             lines += _wrapped(f"{words}, {' and '.join(precisions)}: {reason}", "  -  ", "     ")
         best = plan.best(world)
         if best is None:
-            lines.append("  nothing is known to fit")
+            lines.append("  no configuration is known to fit")
         else:
             lines += [
                 "",
@@ -282,7 +282,7 @@ def _page(plan: Plan) -> str:
 def _section(plan: Plan, world: int) -> str:
     rows = [row for row in plan.rows if row.candidate.world == world]
     best = plan.best(world)
-    lines = "Nothing is known to fit." if best is None else f"{plan.trainer_line(best)}\n{plan.command(best)}"
+    lines = "No configuration is known to fit." if best is None else f"{plan.trainer_line(best)}\n{plan.command(best)}"
     peaks = [row.measured.peak for row in rows if row.measured is not None]
     scale = max([plan.question.limit * 1.05, *peaks]) if peaks else 1.0
     # One row far beyond the limit would leave no room for the others.

@@ -80,9 +80,9 @@ def plan_fit(
     worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
     strategies, precisions = _words(strategies, check_word), _words(precisions, make_precision)
     if not worlds or worlds[0] < 1:
-        raise ConfigurationError("a world has one rank or more", found=f"world={world!r}", fix="world=[8, 64]")
+        raise ConfigurationError("the number of ranks is at least 1", found=f"world={world!r}", fix="world=[8, 64]")
     if global_batch is not None and global_batch < 1:
-        raise ConfigurationError("samples of a step are one or more", found=str(global_batch))
+        raise ConfigurationError("the global batch has at least one sample", found=f"global_batch={global_batch}")
     given: Mapping[str, Any] = trainer.arguments if arguments is None else arguments
     with preserved_rng(torch.device("cpu")):
         prepare(trainer, module, datamodule)
@@ -131,7 +131,7 @@ def _words(words: Sequence[str], check: Callable[[str], object]) -> tuple[str, .
 def _first_batch(loaders: Any) -> tuple[Any, int]:
     """The first batch, and the size of the loader's batches."""
     if loaders is None:
-        raise ConfigurationError("there are no training data", fix="pass a loader, or define train_dataloader()")
+        raise ConfigurationError("there is no training data", fix="pass a loader, or define train_dataloader()")
     whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
     parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
     generators = own_generators(*(owner for part in parts for owner in _owners(part)))
@@ -205,7 +205,7 @@ def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[
 
 
 def _this_machine(ranks: int) -> Device:
-    """The CPU as a device: its share of the host's memory, and a quick look at its rates."""
+    """The CPU as a device: its share of the host's memory, and rates from a short measurement."""
     side = torch.ones(768, 768)
     big = torch.ones(1 << 22)
     products, copies = _fastest(lambda: side @ side), _fastest(big.clone)

@@ -25,7 +25,7 @@ _STATE: Final = ("parameters", "gradients", "optimizer")
 _OFFLOADS: Final = {"fsdp": "fsdp_cpu_offload"}
 """Strategies that can keep their state in host memory, with the words of those that do."""
 _MEASURED_WINDOW: Final = 2
-"""Micro-batches that are run of a longer accumulation window: the second one meets the gradients of the first."""
+"""Micro-batches that are run of a longer accumulation window: the second one adds to the gradients of the first."""
 
 
 @final
@@ -78,7 +78,7 @@ def search(question: Question, module: nn.Module, measure: _Measure, say: Callab
 
     Of each strategy and precision the largest micro-batch that fits is found. Activation checkpointing is tried where
     the whole batch of a rank does not fit without it, unless the state alone is too large; offload where nothing fits
-    without it: where they are not needed they only take time.
+    without it: where they are not needed, they only slow a step down.
 
     Args:
         question: what is searched.
@@ -159,7 +159,7 @@ class _Search:
             return Row(candidate=candidate, measured=measured, estimate=None, reason=self._why_not(measured))
         if not measured.exact:
             state, notes = in_units(measured.peak), "; ".join(measured.notes)
-            reason = f"weights, gradients and optimizer state are {state}, the rest is unknown: {notes}"
+            reason = f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
             return Row(candidate=candidate, measured=measured, estimate=None, reason=reason)
         if not candidate.activation_checkpointing:
             key = (candidate.strategy, candidate.precision, candidate.world)
@@ -225,7 +225,7 @@ class _Search:
         return replace(self._known[like], candidate=candidate)
 
     def _scaled(self, measured: Measured) -> Measured:
-        """Of a long window two micro-batches were run: what the second one added is added again for each other one."""
+        """Scale a window of which two micro-batches were run: each further one adds as much as the second."""
         candidate = measured.candidate
         more = candidate.accumulate - _MEASURED_WINDOW
         if more <= 0:

@@ -1,4 +1,4 @@
-"""`verify`: proves a configuration right, by comparing a few of its steps with a plain loop in one process."""
+"""`verify`: checks a configuration by comparing a few of its steps with a plain loop in one process."""
 
 from __future__ import annotations
 
@@ -175,20 +175,20 @@ class _Verifier:
         self.bits(validates)
 
     def order(self, chosen: list[Record], division: Division) -> bool:
-        """Compare the samples; returns whether values that were computed from them can be compared."""
+        """Compare the samples; returns whether the values that are computed from them can be compared."""
         plan = self.runs.order(division)
         if plan is None or any(micro.ids is None for record in chosen for micro in record.micros.values()):
             self.skip("samples", "the loader draws no indices of a dataset")
-        elif not self.note("samples", order(chosen, plan, self.result.steps), "the order of one process, none twice"):
+        elif not self.note("samples", order(chosen, plan, self.result.steps), "those of one process, none twice"):
             return False
         exact = self.judge.exact
         shard, device = self.trainer.settings.shard, self.trainer.strategy.device.type
         why = (
             "the loaders divide the data themselves: one process cannot read the shares of the ranks"
             if not shard and division.places > 1
-            else "random layers draw otherwise where ranks share a sample: set dropout to 0 for this"
+            else "random layers draw different numbers where ranks share a sample: set dropout to 0 to compare"
             if exact.draws and len(chosen) > division.places
-            else "random layers draw otherwise in float64 on this device: set dropout to 0 for this"
+            else "random layers draw different numbers in float64 on this device: set dropout to 0 to compare"
             if exact.draws and device != "cpu"
             else None
         )
@@ -206,7 +206,7 @@ class _Verifier:
             return self.runs.plain(make_precision("64-true"), division)
         except (RuntimeError, TypeError) as error:  # it has run in the Trainer's precision
             raise ConfigurationError(
-                "the module does not run in float64, by which verify measures rounding errors",
+                "the module does not run in float64, which verify needs to measure rounding errors",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
                 fix="cast to self.dtype or to the dtype of another tensor, not to a fixed one",
             ) from error
@@ -215,7 +215,7 @@ class _Verifier:
         """Compare our Trainer on one device with the plain loop, both in float32."""
         name = "our loop"
         if not exact.even:
-            self.skip(name, "a window of these steps is incomplete, or an epoch ends in them")
+            self.skip(name, "an accumulation window is incomplete, or an epoch ends within these steps")
             return
         own = self.runs.chosen(reseeds=_RESEEDS, shares=division, precision=make_precision("32-true"))
         equal = all(
@@ -227,7 +227,7 @@ class _Verifier:
         if found is not None:
             found = Finding(kind="loop", step=found.step, where=found.where, text=f"one device: {found.text}")
         self.note(
-            name, found, "one device, float32: equal to the plain loop " + ("in bits" if equal else "but for rounding")
+            name, found, "one device, float32: equal to the plain loop " + ("in bits" if equal else "up to rounding")
         )
 
     def training(self, judge: Judge, chosen: list[Record], division: Division) -> None:
@@ -274,18 +274,18 @@ class _Verifier:
         return Finding(kind=module.kind, step=found.step, where=module.where, text=text, hint=hint)
 
     def world(self, chosen: list[Record], division: Division, exact: Record, single: Record) -> None:
-        """Compare with one process, which has the batches of all ranks as one.
+        """Compare with one process that trains on the batches of all ranks as one batch.
 
-        In float32: a kernel may sum a larger batch in another order, which low precision would show.
+        In float32: a kernel may sum a larger batch in a different order, which changes low-precision results.
         """
         name = "other world"
         read = [micro.ids for record in chosen for at, micro in record.micros.items() if at[0] == 0]
         why = (
-            "the run has one process itself"
+            "the run has only one process"
             if len(chosen) == 1
-            else "random layers draw for each rank"
+            else "random layers draw different numbers on each rank"
             if exact.draws
-            else "a window of these steps is incomplete, or an epoch ends in them"
+            else "an accumulation window is incomplete, or an epoch ends within these steps"
             if not exact.even
             else "the size of a batch is not known"
             if any(ids is None for ids in read) or not self.trainer.settings.shard
@@ -301,14 +301,14 @@ class _Verifier:
         kinds: list[Callable[[list[Record], int], Finding | None]] = [judge.gradients, judge.weights]
         found = next((each for step in steps for kind in kinds if (each := kind(alone, step)) is not None), None)
         if found is not None:
-            hint = "what a sample contributes depends on the others in its batch, as with BatchNorm"
+            hint = "the result of a sample depends on the other samples of its batch, as with BatchNorm"
             found = Finding(
                 kind="layout", step=found.step, where=found.where, text=f"in one process {found.text}", hint=hint
             )
         self.note(name, found, f"one process, float32, {samples} samples a step: the same weights")
 
     def bits(self, validates: bool) -> None:
-        """Compare runs that must agree in every bit: twice the same, resumed, with validation."""
+        """Compare runs that must agree in every bit: a repeated run, a resumed run, and a run with validation."""
         steps = self.result.steps
         saved = (steps // 2 - 1, str(self.runs.directory / "saved"))
         resumes = steps > 1
@@ -320,10 +320,10 @@ class _Verifier:
             found = self._bits(whole, resumed, "resume", steps // 2)
             self.note("resume", found, f"from step {steps // 2}: equal in bits to the run that was not interrupted")
         else:
-            self.skip("resume", "one step has no middle")
+            self.skip("resume", "needs at least two steps")
         if validates:
             validated = self.runs.chosen(validates=True)
-            self.note("validation", self._bits(whole, validated, "validation", 0), "after each step: changes no bit")
+            self.note("validation", self._bits(whole, validated, "validation", 0), "after each step: equal in bits")
         else:
             self.skip("validation", "no validation loader")
 
@@ -336,7 +336,7 @@ class _Verifier:
         texts = {
             "repeat": "two runs of the same configuration differ",
             "resume": "the resumed run differs from the one that was not interrupted",
-            "validation": "training differs where validation runs after each step",
+            "validation": "training with validation after each step differs from training without it",
         }
         everything: dict[str, dict[str, Any]] = {
             "repeat": {},
@@ -348,7 +348,7 @@ class _Verifier:
             self.runs.chosen(watched=watched), self.runs.chosen(watched=watched, **options), step
         )
         hints = {
-            "repeat": "a kernel without a fixed order (deterministic=True), or state outside of seeds",
+            "repeat": "a nondeterministic kernel (try deterministic=True), or random state that no seed sets",
             "resume": "state that no checkpoint holds: register it as a buffer, or save it in on_save_checkpoint",
             "validation": "validation changes state that training uses",
         }
@@ -391,9 +391,9 @@ def _first_output(one: list[Record], other: list[Record], step: int) -> tuple[st
             if at[0] != step or pair is None:
                 continue
             if pair.ids != micro.ids:
-                return "", ": they read other samples"
+                return "", ": they read different samples"
             if not all(same_bits(a, b) for a, b in zip(micro.batch, pair.batch, strict=True)):
-                return "", ": the same samples have other contents"
+                return "", ": the same samples have different contents"
             if micro.watched is None or pair.watched is None:
                 continue
             for key, value in micro.watched.outputs.items():

@@ -91,7 +91,7 @@ class Judge:
         return max(_FACTOR * own, floor, torch.finfo(torch.float32).tiny)
 
     def excess(self, found: Tensor, exact: Tensor, rounded: Tensor, eps: float | None = None) -> float:
-        """The difference, in units of what is allowed: above 1 it is no rounding."""
+        """The difference, in units of what is allowed; above 1 it is more than rounding."""
         difference = _norm(found.double() - exact.double())
         if difference != difference:
             return float("inf")
@@ -107,7 +107,7 @@ class Judge:
         *,
         stored: bool = False,
     ) -> list[tuple[float, str]]:
-        """The tensors whose difference is no rounding, the largest first; ``stored``: they keep their own dtype."""
+        """The tensors that differ by more than rounding, the largest first; ``stored``: they keep their own dtype."""
         shared = [name for name in exact if name in found and found[name].shape == exact[name].shape]
         shared = [name for name in shared if exact[name].is_floating_point()]
         judged = []
@@ -198,7 +198,7 @@ class Judge:
                     step=step,
                     where=" and ".join(group),
                     text="one parameter in the plain loop, and two different ones in the run",
-                    hint="the weights are tied in the module, and something gave one of them a new tensor",
+                    hint="the module ties these weights, and one of the names was assigned a new tensor",
                 )
         wrong = self.worst(merged, chosen, rounded, stored=True)
         if not wrong:
@@ -209,7 +209,7 @@ class Judge:
         return Finding(kind="weights", step=step, where=name, text=text, hint=hint)
 
     def ranks(self, run: Sequence[Record], step: int) -> Finding | None:
-        """Compare what several ranks have a copy of."""
+        """Compare the copies that several ranks hold."""
         first = run[0].local.get(step, {})
         for record in run[1:]:
             for name, value in record.local.get(step, {}).items():
@@ -224,7 +224,7 @@ class Judge:
                     kind="buffers" if buffer else "ranks",
                     step=step,
                     where=name,
-                    text=f"rank {record.place} has another value than rank 0 after the step",
+                    text=f"rank {record.place} has a different value than rank 0 after the step",
                     hint="no rank sends this buffer; checkpoints hold that of rank 0" if buffer else "",
                 )
         return None
@@ -242,7 +242,7 @@ class Judge:
         return None
 
     def modules(self, run: Sequence[Record], step: int) -> Finding | None:
-        """The first module whose output, or gradient of the output, is no rounding away; in order of computation."""
+        """The first module, in order of computation, whose output or its gradient differs by more than rounding."""
         pairs = [
             (mine, self.exact.micros[at], self.rounded.micros[at])
             for at, mine in sorted(self._pairs(run, step), key=lambda pair: pair[0])
@@ -311,12 +311,12 @@ class Judge:
         window = max(per_step.values(), default=1) // places
         causes = []
         if places > 1 and abs(factor * places - 1) < 0.02:
-            causes.append(f"averaged over the {places} ranks once more")
+            causes.append(f"averaged over the {places} ranks twice")
         if places > 1 and abs(factor / places - 1) < 0.02:
             causes.append(f"summed over the {places} ranks instead of averaged")
         if window > 1 and (abs(factor * window - 1) < 0.02 or abs(factor / window - 1) < 0.02):
             causes.append(f"divided wrongly by the {window} micro-batches of accumulation")
-        return ", or ".join(causes) or "a wrong factor, such as that of accumulation"
+        return ", or ".join(causes) or "a wrong scaling factor, for example of accumulation"
 
 
 def _constant(ratios: Iterable[float], eps: float) -> float | None:

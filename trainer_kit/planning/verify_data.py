@@ -37,14 +37,14 @@ def order(run: Sequence[Record], plan: list[int] | None, steps: int) -> Finding 
             where = f"ranks {', '.join(map(str, places))}" if len(places) > 1 else f"rank {places[0]}"
             text = f"read {Counter(ids)[twice[0]]} times in this step, by {where}"
             more = f", and {len(twice) - 1} other samples" if len(twice) > 1 else ""
-            hint = "the sampler does not divide the data over the ranks, or repeats"
+            hint = "the sampler does not divide the data among the ranks, or repeats samples"
             return Finding(kind="samples", step=step, where=f"sample {twice[0]}", text=text + more, hint=hint)
         other = next(iter((Counter(ids) - Counter(expected)).elements()), None)
         return Finding(
             kind="samples",
             step=step,
             where="" if other is None else f"sample {other}",
-            text="one process does not read it in this step",
+            text="a single process does not read it in this step",
             hint="the order of the data depends on the number of ranks",
         )
     return None
@@ -68,7 +68,7 @@ def samples(run: Sequence[Record], exact: Record) -> Finding | None:
                 kind="data",
                 step=step,
                 where=f"batch {index}" if ids is None else f"sample {ids[row]}",
-                text=f"has other contents on rank {place} than in one process",
+                text=f"has different contents on rank {place} than in one process",
                 hint="the dataset, an augmentation or collate_fn keeps state between samples",
             )
     return None

@@ -16,7 +16,7 @@ def trace(part: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
 
     Args:
         part: the module.
-        sink: the lines of the present micro-batch; None: they are not recorded.
+        sink: the lines of the current micro-batch; None: they are not recorded.
     """
     try:
         from torch.utils._debug_mode import DebugMode

@@ -83,7 +83,7 @@ class _Logs:
 
 @final
 class _Loop:
-    """What the module sees as its Trainer: the real one's answers, and the position of this loop."""
+    """The module's Trainer in the plain loop: attributes of the real one, and the position of this loop."""
 
     def __init__(self, trainer: Session, steps: int) -> None:
         self._trainer = trainer
@@ -297,7 +297,7 @@ def rows_of(feeds: list[Feed], epoch: int) -> Iterator[list[tuple[Any, int, list
 
 def _check(module: Any, made: Optimizers) -> None:
     refused = (
-        "manual optimization: its loop is the module's own"
+        "manual optimization: the module has its own loop"
         if not module.automatic_optimization
         else "a scheduler that monitors a logged value"
         if any(config.reduce_on_plateau for config in made.schedulers)
@@ -305,7 +305,7 @@ def _check(module: Any, made: Optimizers) -> None:
     )
     if refused is not None:
         raise ConfigurationError(
-            "verify has no plain loop for this module",
+            "verify cannot train this module with a plain loop",
             found=refused,
             fix="compare with trainer_kit.testing.check_strategy, or verify a module without it",
         )

@@ -60,7 +60,7 @@ class ModelParallelStrategy(Strategy):
         save_distributed_checkpoint: False is refused: a checkpoint is written in shards, and loads under any strategy.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective; None: half an hour.
-        parallelize_fn: for a raw loop (`Fabric`): divides a module, given it and the mesh, and returns it.
+        parallelize_fn: for a raw loop (`Fabric`): takes a module and the mesh, and returns the divided module.
 
     Raises:
         StrategyError: a size is below 1, or an argument is not supported.
@@ -97,7 +97,7 @@ class ModelParallelStrategy(Strategy):
         self._sizes = {_DATA: data_parallel_size, _TENSOR: tensor_parallel_size}
         for axis, size in self._sizes.items():
             if size != "auto" and (isinstance(size, str) or size < 1):
-                raise StrategyError("the size of an axis is a number or 'auto'", found=f"{axis}_size={size!r}")
+                raise StrategyError("the size of an axis is at least 1, or 'auto'", found=f"{axis}_size={size!r}")
         if not save_distributed_checkpoint:
             fix = "leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export writes"
             raise StrategyError(
@@ -175,7 +175,7 @@ class ModelParallelStrategy(Strategy):
         """
         if not is_overridden("configure_model", module, TrainModule):
             raise StrategyError(
-                "ModelParallelStrategy leaves it to the module to divide itself",
+                "ModelParallelStrategy needs a module that divides itself",
                 found=f"{type(module).__name__} has no configure_model",
                 fix="call parallelize_module or fully_shard there; MeshStrategy(dp_shard=..., tp=...) needs none",
             )
@@ -188,7 +188,7 @@ class ModelParallelStrategy(Strategy):
 
     @contextmanager
     def _from_rank_zero(self, module: nn.Module) -> Iterator[None]:
-        agree_on_rng([self.world], self.device)  # layers that are made inside are the same on every rank
+        agree_on_rng([self.world], self.device)  # layers that are made inside start equal on every rank
         weights = InitialWeights(module, self.world, resets=True)
         bare = bool(max(row[0] for row in self.world.agree([any(p.is_meta for p in module.parameters())])))
         if bare:

@@ -1,4 +1,4 @@
-"""Tensor parallel: each rank of the axis holds, and computes with, some columns or rows of a weight."""
+"""Tensor parallelism: each rank of the axis holds some columns or rows of a weight, and computes with them."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class TensorParallel(Transform):
         """
         if (before := module.__dict__.get("_split_over", mesh.size())) != mesh.size():
             raise StrategyError(
-                "the module is divided already, among another number of ranks",
+                "the module is already split over a different number of ranks",
                 found=f"tp={before} before, tp={mesh.size()} now",
                 fix="make a new module, and load a checkpoint into it",
             )
@@ -128,8 +128,8 @@ class TensorParallel(Transform):
             given = find_plans(module)
             if not given:
                 raise StrategyError(
-                    f"{type(module).__name__} does not say how it may be split",
-                    found="no configure_parallel, no model with a plan of its own",
+                    f"{type(module).__name__} has no plan for tensor parallelism",
+                    found="no configure_parallel, and no submodule with a plan",
                     fix="def configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
                     "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
                 )
@@ -175,7 +175,7 @@ def _share(styles: dict[str, ParallelStyle], owners: list[list[tuple[str, str]]]
         missing = [layer for layer, _ in places if layer not in styles]
         if missing and len(missing) < len(places):
             raise StrategyError(
-                "layers that share a parameter are split together or not at all",
+                "the plan must name all layers that share a parameter, or none of them",
                 found=f"{', '.join(f'{layer}.{key}' for layer, key in places)}; in the plan: "
                 + ", ".join(layer for layer, _ in places if layer in styles),
                 fix=f"add {missing[0]!r} to the plan ('embedding_rowwise' for an embedding, 'colwise_rep' for a head)",
@@ -208,7 +208,7 @@ def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) ->
             what = "embedding_dim" if isinstance(style, ColwiseParallel) else "num_embeddings"
         else:
             raise StrategyError(
-                "only linear layers and embeddings are split by columns and rows",
+                "only linear layers and embeddings can be split by columns or rows",
                 found=f"{name} is a {type(layer).__name__}",
                 fix=f"leave it out of the plan, or make it an nn.Linear: 'replicate' keeps {name} whole",
             )
@@ -218,7 +218,7 @@ def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) ->
         if any(layer.startswith(f"{name}." if name else "") for layer in styles):
             for what in _HEADS:
                 if isinstance(getattr(config, what, None), int):
-                    _divides(f"{name}.config.{what}", getattr(config, what), size, "take another model")
+                    _divides(f"{name}.config.{what}", getattr(config, what), size, "another number of heads")
 
 
 def _divides(what: str, value: int, size: int, fix: str) -> None:
@@ -235,7 +235,7 @@ def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None
     """Refuse batches whose sequences the axis does not divide: torch would gather their parts incorrectly."""
     if given and given[0].shape[1] % size:
         raise StrategyError(
-            "sequence parallel needs sequences that the tensor axis divides",
+            "sequence parallelism needs sequence lengths that are divisible by tp",
             found=f"length {given[0].shape[1]}, tp={size}",
             fix=f"pad sequences to a multiple of {size}, or sequence_parallel=False",
         )
@@ -284,10 +284,10 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
     different = [name for (name, _), off in zip(whole, far.tolist(), strict=True) if off > 0.05]  # sync point: once
     if different:
         raise StrategyError(
-            "the ranks of the tensor axis have different gradients for a parameter that all of them hold whole",
+            "the ranks of the tensor axis have different gradients for a replicated parameter",
             found=", ".join(different),
-            fix=f"it is used on a part of the activations: add {different[0].rpartition('.')[0]!r} to the plan as"
-            " 'sequence_parallel' or 'replicated_with_grad_allreduce'; or random layers differ from rank to rank",
+            fix=f"if it is applied to a part of the activations, add {different[0].rpartition('.')[0]!r} to the plan as"
+            " 'sequence_parallel' or 'replicated_with_grad_allreduce'; else random layers differ between the ranks",
         )
 
 
@@ -295,7 +295,7 @@ def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a step so that it gathers sharded losses and logits in its result, and waits for collectives under way."""
 
     def whole(output: Any) -> Tensor:
-        # Return copies, since FSDP warns about views; a copy waits, which C++ code that is given the tensor does not.
+        # Return copies: FSDP warns about views, and only a copy waits for the collective, which C++ code would not.
         copied: Tensor = (output.full_tensor() if isinstance(output, DTensor) else output).clone()
         return copied
 
@@ -369,9 +369,9 @@ def named_style(name: str, value: Any) -> ParallelStyle | None:
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]()
     raise StrategyError(
-        f"{name}: this way to split a layer is not known",
+        f"{name}: unknown tensor-parallel style",
         found=repr(value),
-        fix=did_you_mean(value, _WORDS) if isinstance(value, str) else "use a word, or a style of torch's",
+        fix=did_you_mean(value, _WORDS) if isinstance(value, str) else "pass a name, or a ParallelStyle of torch",
     )
 
 
@@ -392,17 +392,17 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     """Create the plan of a preset: the style of each of the module's layers that it splits."""
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
-        raise StrategyError("no such preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers))
+        raise StrategyError("unknown preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers))
     if plan.tensor != "llama" and (plan.sequence_parallel or plan.loss_parallel):
         raise StrategyError(
-            f"the preset {plan.tensor!r} splits neither sequences nor losses",
+            f"the preset {plan.tensor!r} supports neither sequence nor loss parallelism",
             found=f"sequence_parallel={plan.sequence_parallel}, loss_parallel={plan.loss_parallel}",
-            fix="give the styles of each layer in ParallelPlan(tensor={...})",
+            fix="name the style of each layer in ParallelPlan(tensor={...})",
         )
     found: dict[str, Any] = makers[str(plan.tensor)](module, plan)
     if not found:
         raise StrategyError(
-            f"the preset {plan.tensor!r} knows no layer of this module",
+            f"the preset {plan.tensor!r} matches no layer of this module",
             found=", ".join(name for name, part in module.named_modules() if isinstance(part, nn.Linear))
             or "no layers",
             fix="name the layers: ParallelPlan(tensor={'net.0': 'colwise', 'net.2': 'rowwise'})",
