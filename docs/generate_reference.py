@@ -28,6 +28,7 @@ from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration
 from trainer_kit.launch.options import SECTIONS, TOP, Option, positive
+from trainer_kit.strategies.megatron.config import _REFUSED as MEGATRON_REFUSED
 
 PAGES = Path(__file__).with_name("reference")
 DIRECTIVE: Final = re.compile(r"^::: (trainer_kit\.[\w.]+)$", re.M)
@@ -161,11 +162,112 @@ def _kind(option: Option) -> str:
     return f"a list of {kind}" if option.many else kind
 
 
+# Sentences for the keys that have none in the table of `trainer_kit/launch/options.py`: that text is for `--help`.
+_TEXTS: Final = {
+    "compute_environment": "Where the run is; `AMAZON_SAGEMAKER` is printed as a job, and not started.",
+    "distributed_type": "How the model is distributed, and on which devices; `TP` is refused.",
+    "main_training_function": "no effect: the script is run, with its main part",
+    "use_parallelism_config": "Whether a size in `parallelism_config` is above 1; refused where none is.",
+    "rdzv_backend": "`static`; `c10d` has no effect, because machines meet in a store of this launcher.",
+    "rdzv_conf": "`timeout=SECONDS`: how long machines wait for each other.",
+    "monitor_interval": "Seconds between two looks at the processes, 0.1 by default.",
+    "role": "The word before the rank in the lines that `tee` prints.",
+    "tee": "Outputs of each rank that go to a file and to the console: 1 stdout, 2 stderr, 3 both.",
+    "log_dir": "The directory of these files; a new temporary one by default.",
+    "same_network": "no effect: `main_process_ip` is enough",
+    "tpu_use_cluster": "Refused with TPUs: the machines of a pod are not started from here.",
+    "tpu_use_sudo": "no effect: the machines of a TPU pod are not started from here",
+    "tpu_env": "Variables for the script, each as `NAME=TEXT`.",
+    "tpu_config_file": "A file in the same directory whose `tpu_...` keys are added.",
+    "environment": "Variables for the script, as a mapping; they also apply when devices are counted.",
+    "command_file": "A file with the commands of `tpu-config`, one on each line.",
+    "commands": "The commands of `tpu-config`.",
+    "fp16": "`true` is `mixed_precision: fp16`, as in old files.",
+    "ec2_instance_type": "The type of the machines; required.",
+    "iam_role_name": "The role of the job; required.",
+    "image_uri": "The container image, in place of the one of the versions below.",
+    "profile": "The profile in `~/.aws/credentials`.",
+    "region": "The AWS region, `us-east-1` by default.",
+    "base_job_name": "The first part of the job's name.",
+    "pytorch_version": "The version of PyTorch in the image.",
+    "transformers_version": "The version of transformers in the image.",
+    "py_version": "The version of Python in the image, such as `py310`.",
+    "sagemaker_inputs_file": "A file with tabs: the names of the job's inputs, and where they are.",
+    "sagemaker_metrics_file": "A file with tabs: metrics, and the expressions that find them in the log.",
+    "additional_args": "Further arguments of SageMaker's estimator.",
+    "aws_access_key_id": "Refused: other users of the machine see a command line; use `profile`.",
+    "aws_secret_access_key": "Refused, as `aws_access_key_id`.",
+    "dynamo_mode": "The `mode` of `torch.compile`.",
+    "dynamo_use_fullgraph": "Raise an error where the graph breaks.",
+    "dynamo_use_dynamic": "Compile for changing shapes.",
+    "dynamo_use_regional_compilation": "Compile each repeated block once, instead of the whole model.",
+    "fsdp_version": "no effect: this is FSDP2",
+    "fsdp_sharding_strategy": "What is sharded, and over which ranks, in the words of FSDP1.",
+    "fsdp_reshard_after_forward": "Free gathered parameters after the forward; or a sharding strategy, as in FSDP1.",
+    "fsdp_offload_params": "Keep shards, gradients and optimizer states in host memory.",
+    "fsdp_min_num_params": "The smallest unit for `SIZE_BASED_WRAP`, 100,000,000 parameters by default.",
+    "fsdp_auto_wrap_policy": "How units are chosen: by class, by size, or the whole model as one.",
+    "fsdp_transformer_layer_cls_to_wrap": "The classes of the units, with commas between them.",
+    "fsdp_backward_prefetch": "no effect: FSDP2 gathers the next unit ahead by itself",
+    "fsdp_state_dict_type": "no effect: a checkpoint loads under any strategy",
+    "fsdp_forward_prefetch": "no effect: FSDP2 gathers the next unit ahead by itself",
+    "fsdp_use_orig_params": "no effect: parameters keep their names and objects",
+    "fsdp_cpu_ram_efficient_loading": "no effect: FSDP2 needs no switch for it",
+    "fsdp_sync_module_states": "no effect: all ranks start with the weights of rank 0",
+    "fsdp_activation_checkpointing": "Recompute the activations of the units in the backward pass.",
+    "fsdp_activation_checkpointing_offload": "Keep the inputs of these units in host memory until the backward pass.",
+    "fsdp_ignored_modules": "A regular expression of the names of modules that are not sharded.",
+    "zero_stage": "The stage of ZeRO, 0 to 3; 2 by default.",
+    "offload_optimizer_device": "Where optimizer states are kept; `nvme` is refused.",
+    "offload_param_device": "Where parameters are kept under stage 3; `nvme` is refused.",
+    "gradient_accumulation_steps": "Micro-batches of an optimizer step, in place of the key of the top level.",
+    "gradient_clipping": "The largest gradient norm of every step.",
+    "zero3_init_flag": "Shard models of transformers while they are created.",
+    "offload_optimizer_nvme_path": "Refused, as `nvme` is.",
+    "offload_param_nvme_path": "Refused, as `nvme` is.",
+    "deepspeed_config_file": "DeepSpeed's own JSON file.",
+    "deepspeed_moe_layer_cls_names": "Classes of expert layers, with commas between; each is gathered as one unit.",
+    "megatron_lm_tp_degree": "The ranks that split each layer.",
+    "megatron_lm_sequence_parallelism": "These ranks also split norms and dropout along the sequence.",
+    "megatron_lm_use_distributed_optimizer": "Shard the optimizer over the data ranks.",
+    "megatron_lm_gradient_clipping": "The largest gradient norm, 1 by default; 0 for none.",
+    "megatron_lm_calculate_per_token_loss": "no effect: losses are always weighted by their terms",
+    "fp8_backend": "The library of fp8: `AO` (torchao) by default, `TE` (Transformer Engine); `MSAMP` is refused.",
+    "fp8_use_autocast_during_eval": "Transformer Engine: compute in fp8 in evaluation too.",
+    "fp8_margin": "Transformer Engine: the margin of the scales, in powers of two.",
+    "fp8_interval": "no effect: Transformer Engine updates the scales in each step",
+    "fp8_format": "Transformer Engine: `HYBRID` or `E4M3`.",
+    "fp8_amax_history_len": "Transformer Engine: the steps whose largest values are kept.",
+    "fp8_amax_compute_algo": "Transformer Engine: how a scale is computed from them.",
+    "fp8_override_linear_precision": "Transformer Engine: three values, of which none may be true.",
+    "fp8_opt_level": "Of MS-AMP, which is refused.",
+    "fp8_pad_inner_dim": "torchao: pad batches whose number of rows is not a multiple of 16.",
+    "parallelism_config_dp_replicate_size": "Replicas of all the axes below.",
+    "parallelism_config_dp_shard_size": "Ranks that shard parameters, gradients and optimizer states.",
+    "parallelism_config_tp_size": "Ranks that split each layer (tensor parallelism).",
+    "parallelism_config_cp_size": "Ranks that split each sequence (context parallelism).",
+    "parallelism_config_sp_size": "Refused above 1: use `cp_size`.",
+    "parallelism_config_sp_seq_length": "no effect: `sp_size` is refused",
+    "parallelism_config_cp_backend": "`torch`; others are refused.",
+    "parallelism_config_cp_comm_strategy": "no effect: the number of heads decides how sequences are exchanged",
+    "parallelism_config_sp_backend": "no effect: `sp_size` is refused",
+    "parallelism_config_sp_attn_implementation": "no effect: `sp_size` is refused",
+    "parallelism_config_sp_seq_length_is_variable": "no effect: `sp_size` is refused",
+}
+
+
+def _text(option: Option) -> str:
+    """What a key does, in a sentence; for those that Megatron refuses, what to use instead."""
+    if option.ignored:
+        return f"no effect: {option.ignored}"
+    instead = MEGATRON_REFUSED.get(option.name)
+    return option.help or (f"Refused, unless it is off or 1: {instead}." if instead else _TEXTS[option.name])
+
+
 def _key(option: Option) -> str:
     flags = (f"--{option.name}",) if option.flags is None else option.flags
     names = ", ".join(f"`{name}`" for name in (option.name, *option.aliases))
-    note = f"no effect: {option.ignored}" if option.ignored else option.help
-    return f"| {names} | {', '.join(f'`{flag}`' for flag in flags)} | {_cell(_kind(option))} | {_cell(note)} |"
+    return f"| {names} | {', '.join(f'`{flag}`' for flag in flags)} | {_cell(_kind(option))} | {_cell(_text(option))} |"
 
 
 def configuration() -> str:
@@ -175,8 +277,8 @@ def configuration() -> str:
         "# Keys of configuration files\n",
         MARK + "\n",
         "To start a script as a file says, pass the file to `trainer-kit launch --config_file FILE`, or write the"
-        " default file with `trainer-kit config`. Keys are Accelerate's, so its files work unchanged; a key without a"
-        " text here means what it means there. [The command line](../guide/command-line.md#configuration-files) says"
+        " default file with `trainer-kit config`. Keys are Accelerate's, so its files work unchanged."
+        " [The command line](../guide/command-line.md#configuration-files) says"
         " which file is read, and what counts before what.\n",
         "The files of a script's own command line, of `tk.cli` and `LightningCLI`, have"
         " [other keys](script-files.md).\n",

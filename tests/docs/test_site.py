@@ -205,6 +205,16 @@ def test_every_key_of_a_launch_file_is_in_its_table(tmp_path: Path) -> None:
     assert found.keys() <= listed | headings
 
 
+def test_every_key_of_a_file_has_a_text() -> None:
+    tables = (REFERENCE["TOP"], *REFERENCE["SECTIONS"].values())
+    options = [option for table in tables for option in table.values()]
+    texts = [REFERENCE["_text"](option) for option in options]
+    assert all(len(text) > 3 for text in texts), texts
+    assert REFERENCE["_TEXTS"].keys() <= {
+        option.name for option in options if not option.help and not option.ignored
+    } | {"gradient_accumulation_steps"}
+
+
 def test_every_described_argument_has_its_default_in_the_signature() -> None:
     """The site takes defaults from signatures: an argument that arrives through ``**`` would look required."""
     unseen = {}
