@@ -136,6 +136,14 @@ def test_a_norm_over_the_batch_depends_on_the_number_of_ranks():
     assert status(found)["training"] == "ok"  # each rank's statistics are those of its own share
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_teacher_that_follows_after_each_step(devices):
+    """Its hook ran before the optimizer step, once for each rank, and its second rank had another batch_idx."""
+    found = verify(verified.Teacher(), devices=devices, strategy="auto", accumulate_grad_batches=2, steps=2)
+    assert found.ok, str(found)
+    assert status(found)["our loop"] == status(found)["training"] == "ok"
+
+
 def test_what_a_list_of_batches_cannot_show_is_named():
     batches = [tuple(batch) for batch in verified.loader(32, shuffle=False)]
     found = verify(verified.Classifier(), batches, steps=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -202,6 +204,25 @@ class Normed(Classifier):
     def __init__(self):
         super().__init__()
         self.net[1] = nn.BatchNorm1d(16)
+
+
+class Teacher(Classifier):
+    """A teacher follows the weights after each step, and batches are told apart by their index."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        with torch.no_grad():
+            for weight in self.teacher.parameters():
+                weight.mul_(2)
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), self.teacher(batch[0]).softmax(-1)) / (1 + batch_idx % 3)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        with torch.no_grad():
+            for weight, other in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                weight.lerp_(other, 0.1 * self.global_step)
 
 
 class Casting(Classifier):

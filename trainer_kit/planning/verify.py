@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -167,7 +167,7 @@ class _Verifier:
         name = self.trainer.precision_plugin.name
         rounded = single if name == "32-true" else self.runs.plain(self.trainer.precision_plugin, division)
         judge = self.judge = Judge(exact, rounded, _eps(name))
-        self.loop(division, exact, single)
+        self.loop(division, single)
         self.result.curve = judge.curve(chosen)
         if self.order(chosen, division):
             self.training(judge, chosen, division)
@@ -211,19 +211,22 @@ class _Verifier:
                 fix="cast to self.dtype or to the dtype of another tensor, not to a fixed one",
             ) from error
 
-    def loop(self, division: Division, exact: Record, single: Record) -> None:
-        """Compare our Trainer on one device with the plain loop, both in float32."""
-        name = "our loop"
-        if not exact.even:
+    def loop(self, division: Division, single: Record) -> None:
+        """Compare our Trainer on one device with the plain loop, both in float32, with the batches of one process."""
+        name, alone = "our loop", replace(division, places=1)
+        if division != alone:
+            single = self.runs.plain(make_precision("32-true"), alone)
+        if not single.even:
             self.skip(name, "an accumulation window is incomplete, or an epoch ends within these steps")
             return
-        own = self.runs.chosen(reseeds=_RESEEDS, shares=division, precision=make_precision("32-true"))
+        own = self.runs.chosen(reseeds=_RESEEDS, shares=alone, precision=make_precision("32-true"))
         equal = all(
             same_bits(own[0].weights[step][key], value)
             for step, weights in single.weights.items()
             for key, value in weights.items()
         )
-        found = None if equal else self._first(Judge(exact, single, _eps("32-true")), own)
+        judge = None if equal else Judge(self.runs.plain(make_precision("64-true"), alone), single, _eps("32-true"))
+        found = None if judge is None else self._first(judge, own)
         if found is not None:
             found = Finding(kind="loop", step=found.step, where=found.where, text=f"one device: {found.text}")
         self.note(

@@ -39,6 +39,9 @@ from trainer_kit.training.session import Session
 
 __all__ = ["Division", "feeds_of", "plain_loop", "rows_of"]
 
+_Ended = tuple[Any, Any, int]
+"""The arguments of ``on_train_batch_end``."""
+
 
 @final
 @dataclass(frozen=True)
@@ -179,7 +182,7 @@ class _Plain:
 
     def step(self, rows: list[list[tuple[Any, int, list[int] | None]]]) -> None:
         """One optimizer step over the micro-batches of all ranks: the gradient is sum(w g) / sum(w)."""
-        progress, module = self.loop.progress, self.module
+        progress, module, step = self.loop.progress, self.module, self.loop.progress.step
         weights = [[self.weight(batch, size) for batch, size, _ in row] for row in rows]
         total = sum(map(sum, weights))
         if len(rows) < self.window or any(batch is EMPTY for row in rows for batch, _, _ in row):
@@ -187,19 +190,22 @@ class _Plain:
         for optimizer in self.made.optimizers:
             optimizer.zero_grad()
         logs: dict[str, tuple[float, float]] = {}
+        ended: list[_Ended] = []
         for index, row in enumerate(rows):
-            logs = {}
+            logs, ended = {}, []
             for place, (batch, _, ids) in enumerate(row):
                 if batch is EMPTY:
                     continue
-                self.micro(batch, ids, (progress.step, index, place), weights[index][place], total)
+                ended.append(self.micro(batch, ids, (step, index, place), weights[index][place], total))
                 for name, found in self.loop.metrics.found.items():
                     value, weight = found[-1]
                     one, other = logs.get(name, (0.0, 0.0))
                     logs[name] = (one + value * weight, other + weight)
             progress.batch += 1
             progress.epoch_batch += 1
-        self.record.gradients[progress.step] = {
+            if index + 1 < len(rows):  # that of the last micro-batch follows the optimizer step
+                self.end(ended)
+        self.record.gradients[step] = {
             self.names[id(p)]: whole(p.grad) for p in module.parameters() if p.grad is not None
         }
         for optimizer in self.made.optimizers:
@@ -207,16 +213,22 @@ class _Plain:
             self.clip([p for group in optimizer.param_groups for p in group["params"]])
             optimizer.step()
         for config in self.made.schedulers:
-            if config.interval == "step" and (progress.step + 1) % config.frequency == 0:
+            if config.interval == "step" and (step + 1) % config.frequency == 0:
                 config.scheduler.step()
-        self.record.weights[progress.step] = {
+        progress.step += 1
+        self.end(ended)
+        self.record.weights[step] = {
             canonical(n): whole(v) for n, v in module.state_dict().items() if isinstance(v, Tensor)
         }
-        self.record.logged[progress.step] = {name: value / weight for name, (value, weight) in logs.items() if weight}
-        progress.step += 1
+        self.record.logged[step] = {name: value / weight for name, (value, weight) in logs.items() if weight}
 
-    def micro(self, batch: Any, ids: Any, at: tuple[int, int, int], weight: float, total: float) -> None:
-        """Forward and backward of one micro-batch of one rank."""
+    def end(self, ended: list[_Ended]) -> None:
+        """Call ``on_train_batch_end`` as the first rank does: a rank calls it once, and its module may keep a state."""
+        if ended:
+            self.hook("on_train_batch_end", *ended[0])
+
+    def micro(self, batch: Any, ids: Any, at: tuple[int, int, int], weight: float, total: float) -> _Ended:
+        """Forward and backward of one micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
         step, index, place = at
         number, module = self.loop.progress.epoch_batch, self.module
         batch = batch if self.move is None else self.move(batch)
@@ -231,7 +243,8 @@ class _Plain:
             output = module.training_step(batch, number)
         self.record.draws = self.record.draws or not torch.equal(before, torch.get_rng_state())
         if output is None:
-            return
+            self.now = None
+            return None, batch, number
         now.loss = losses_of(output)
         for loss in self.losses(output):
             scaled = loss[1] * (weight / total)
@@ -239,9 +252,7 @@ class _Plain:
             self.backward(scaled, loss[0])
             self.hook("on_after_backward")
         self.now = None
-        self.hook(
-            "on_train_batch_end", output if isinstance(output, dict) else {"loss": output.detach()}, batch, number
-        )
+        return output if isinstance(output, dict) else {"loss": output.detach()}, batch, number
 
     def losses(self, output: Any) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
         """Each loss, with the parameters that it trains; None: all."""
