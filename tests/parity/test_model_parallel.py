@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from tests.parity.plain import adamw, case, make_net, sgd, train
+from trainer_kit.callbacks import EMAWeightAveraging
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies import ModelParallelStrategy
 
@@ -159,6 +160,21 @@ class MadeInside(Divided):
         super().configure_model()
 
 
+class ByHand(Divided):
+    """Optimizes by hand, and clips."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(F.cross_entropy(self.net(batch[0]), batch[1]))
+        self.clip_gradients(optimizer, gradient_clip_val=0.3)
+        optimizer.step()
+
+
 class LossParallel(Divided):
     """As Lightning's example: logits stay divided over the classes until the loss, and in backward."""
 
@@ -174,6 +190,16 @@ class LossParallel(Divided):
 def divided_logits(module: Any, mesh: Any) -> None:
     head = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
     parallelize_module(module.net[3], mesh["tensor_parallel"], head)
+
+
+def compiled(module: Any, mesh: Any) -> None:
+    sharded(module, mesh)
+    module.net = torch.compile(module.net, backend="eager")
+
+
+def renamed(module: Any, mesh: Any) -> None:
+    module.net = nn.Sequential(module.net)
+    fully_shard(module.net, mesh=mesh["data_parallel"])
 
 
 @pytest.mark.slow
@@ -198,6 +224,20 @@ def test_where_weights_come_from() -> None:
         assert [p.is_meta for p in module.parameters()] == [dist.get_rank() > 0] * 4
         fit(module)
         same(module, one)
+    for divide in (compiled, renamed):
+        with (
+            case(divide=divide.__name__),
+            tk.Trainer(strategy=ModelParallelStrategy(2, 1), devices=2, accelerator="cpu", barebones=True).init_module(
+                empty_init=True
+            ),
+        ):
+            module = Divided(divide)
+        if divide is compiled:
+            fit(module, 2)
+            same(module, one)
+        else:
+            with pytest.raises(StrategyError, match=r"found: net.0.bias before, net.0.0.weight now\n  fix:   rename"):
+                fit(module, 2)
     with case(layers="made in configure_model"):
         inside = MadeInside()
         train(inside, data(22, 4), **LIMITS)
@@ -235,10 +275,13 @@ def test_a_checkpoint_continues_here_and_on_one_rank() -> None:
     def fit(divide: Any, ranks: int = 1, path: str | None = None, **options: Any) -> tuple[tk.Trainer, Divided]:
         module = Divided(divide, seed=0 if path is None else 5)
         module.optimizer = adamw
+        # Averages and statistics of blocks have the names of checkpoints, too.
+        options = {**options, "callbacks": [EMAWeightAveraging(decay=0.9, use_buffers=True)]}
         how: dict[str, Any] = {"strategy": "single_device", "devices": 1}
         if divide is not None:
             how = {"strategy": ModelParallelStrategy(**sizes_of(ranks)), "devices": 2}
-        trainer = tk.Trainer(accelerator="cpu", barebones=True, **{**LIMITS, **how, **options})
+        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+        trainer = tk.Trainer(accelerator="cpu", **{**quiet, **LIMITS, **how, **options})
         trainer.fit(module, data(22, 4 // ranks), ckpt_path=path)
         return trainer, module
 
@@ -271,6 +314,19 @@ def one_layer(module: Any, mesh: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.world_size(2, timeout=240)
+def test_manual_optimization_steps_as_one_process() -> None:
+    one = ByHand()
+    train(one, data(22, 4), max_epochs=1)
+    for divide, ranks in ((tensor_parallel, 1), (sharded, 2)):
+        with case(divided=divide.__name__):
+            how = {"strategy": ModelParallelStrategy(**sizes_of(ranks)), "devices": 2}
+            train(module := ByHand(divide, seed=dist.get_rank()), data(22, 4 // ranks), max_epochs=1, **how)
+            for name, value in weights(module).items():
+                torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, timeout=240)
 def test_what_is_refused_before_the_first_step() -> None:
     class Undivided(tk.TrainModule):
         training_step = Divided.training_step
@@ -281,6 +337,7 @@ def test_what_is_refused_before_the_first_step() -> None:
         (Divided(lambda *_: None), 2, r"found: net.0.weight, net.0.bias, net.3.weight and 1 more\n"),
         (Divided(other_mesh), 1, r"a mesh that is not this strategy's\n  found: net.0.weight, net.0.bias\n"),
         (MadeInside(bare, "meta"), 1, r"no way to give(.|\n)*net.4 without reset_parameters\n  fix:   define reset_"),
+        (ByHand(whole_module), 2, r"sharded as a whole\n  found: fully_shard\(self"),
         (Undivided(), 1, r"found: Undivided has no configure_model\n  fix:   call parallelize_module"),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))

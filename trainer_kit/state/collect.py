@@ -14,6 +14,7 @@ from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.core.tensors import state_name
 from trainer_kit.state.optimizer_states import (
     add_groups,
     changed_flags,
@@ -166,7 +167,7 @@ def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
     kept = module.state_dict()
-    buffers = module.named_buffers(remove_duplicate=False)
+    buffers = ((state_name(name), buffer) for name, buffer in module.named_buffers(remove_duplicate=False))
     own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
     return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
 
@@ -178,7 +179,7 @@ def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[
     """
     if not strategy.sharded or not strategy.own_buffers or strategy.data.rank == 0:
         return dict(weights)
-    theirs = {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    theirs = {state_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
     return {name: value for name, value in weights.items() if name not in theirs}
 
 

@@ -282,14 +282,16 @@ def reset_flags(module: nn.Module) -> None:
 
 def changed_flags(run: Fit) -> dict[str, bool]:
     """By name, whether a parameter is trained, for those whose flag changed since the run was composed."""
-    return {n: p.requires_grad for n, p in run.module.named_parameters() if p.requires_grad == (n in run.frozen)}
+    named = run.module.named_parameters()
+    return {state_name(name): p.requires_grad for name, p in named if p.requires_grad == (name in run.frozen)}
 
 
 def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
     """Restore `changed_flags` of parameters that start as they did then; the user's new configuration stays."""
     for name, parameter in run.module.named_parameters():
-        if name in flags and bool(flags[name]) == (name in run.frozen):
-            parameter.requires_grad_(bool(flags[name]))
+        flag = flags.get(state_name(name))
+        if flag is not None and bool(flag) == (name in run.frozen):
+            parameter.requires_grad_(bool(flag))
 
 
 def add_groups(

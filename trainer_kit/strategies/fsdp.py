@@ -244,7 +244,7 @@ class FSDPStrategy(Strategy):
         found = sharded_units(module)
         inner = {part for unit in found for part in unit.modules() if part is not unit}  # type: ignore[attr-defined]
         roots = [unit for unit in found if unit not in inner]
-        self._root = roots[0] if len(roots) == 1 and not self._units else None
+        self._root = roots[0] if len(roots) == 1 and not self._units and not every_backward else None
         self._around_steps = module if isinstance(module, FSDPModule) else None
         self._units += found
         self._parameters += module.parameters()

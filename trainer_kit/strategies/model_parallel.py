@@ -11,7 +11,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
@@ -230,6 +230,12 @@ class ModelParallelStrategy(Strategy):
         return module
 
     def _take(self, module: nn.Module, every_backward: bool = False) -> None:
+        if every_backward and isinstance(module, FSDPModule):
+            raise StrategyError(
+                "manual optimization may step between two forwards of the layers, and the module is sharded as a whole",
+                found="fully_shard(self, ...) in configure_model",
+                fix='shard its layers: fully_shard(self.net, mesh=self.device_mesh["data_parallel"])',
+            )
         if sharded_units(module):
             self._shards = self._shards or FSDPStrategy(self.device, device_mesh=self.mesh[_DATA])
             self._shards.world = self._shards.data = self._shards.losses = self.data

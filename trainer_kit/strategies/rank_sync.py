@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any, final
 
 import torch
@@ -80,7 +81,7 @@ class InitialWeights:
         It does so on whole tensors, however the layers are divided, so that the values are those of one process.
 
         Raises:
-            StrategyError: a layer has no such method.
+            StrategyError: a layer has no such method, or known layers have other names.
         """
         known = {name for names in self._names.values() for name in names} if self._shapes else set()
         first: dict[int, str] = {}
@@ -90,6 +91,13 @@ class InitialWeights:
                 self._shapes[first[id(tensor)]] = (tensor.shape, tensor.dtype)
         if not first:
             return
+        gone = sorted(known - {name for name, _ in _tensors(module)})
+        if gone:
+            raise StrategyError(
+                "configure_model renames or replaces layers whose values only rank 0 has",
+                found=f"{gone[0]} before, {next(iter(first.values()))} now",
+                fix="rename them in __init__, or make them without init_module(empty_init=True)",
+            )
         layers = {name: part for name, part in module.named_modules() if {*map(id, _own(part))} & first.keys()}
         calls = [
             getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None)) for part in layers.values()
@@ -161,10 +169,11 @@ def _compare(mine: dict[str, str], group: Group) -> None:
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in module.named_parameters(remove_duplicate=False):
-        yield state_name(name), tensor
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        yield state_name(name), buffer
+    """By name, which a wrapper of a part, such as a compiled one, does not change."""
+    for name, tensor in chain(
+        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+    ):
+        yield state_name(name).replace("_orig_mod.", ""), tensor
 
 
 def _own(part: nn.Module) -> list[Tensor]:
