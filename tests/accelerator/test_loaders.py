@@ -221,6 +221,19 @@ def test_even_batches_may_be_set_later():
     assert not accelerator.prepare(DataLoader(DATA)).even
 
 
+class OfOwnSizes(BatchSampler):
+    """Has no batch size."""
+
+    def __init__(self):
+        pass
+
+    def __iter__(self):
+        return iter([[0], [1, 2], [3, 4, 5], [6], [7, 8]])
+
+    def __len__(self):
+        return 5
+
+
 @pytest.mark.world_size(2)
 def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
     accelerator = Accelerator(cpu=True)
@@ -241,6 +254,13 @@ def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
     assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
     stream = accelerator.prepare(DataLoader(Stream(), batch_size=2))
     assert not isinstance(stream.batch_sampler, BatchSamplerShard)
+    for count, even in ((19, True), (19, False), (17, False)):  # a short last batch is divided
+        data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(count)), batch_size=4))
+        data.batch_sampler.even_batches = even
+        assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
+        assert len(data.batch_sampler) == len(data)
+    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(9)), batch_sampler=OfOwnSizes()))
+    assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
 
 
 @pytest.mark.world_size(2)

@@ -19,6 +19,7 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
+from trainer_kit.data.order import SampleBlocks
 
 __all__ = ["LaterLoader", "PreparedLoader", "Turn", "evened", "prepare_loader", "skip_first_batches"]
 
@@ -394,8 +395,25 @@ class _OwnBatches(BatchSamplerShard):
 
     def __init__(self, loader: PreparedLoader, given: BatchSampler) -> None:
         self._loader = loader
-        split = given.batch_size != loader.feed.per_rank_batch_size
+        size, each = (
+            getattr(given, "batch_size", None),
+            loader.feed.per_rank_batch_size,
+        )  # None: batches are not divided
+        split = None not in (size, each) and size != each
         super().__init__(given, loader.group.size, loader.group.rank, split, loader.even)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        each = self._loader.feed.per_rank_batch_size
+        if each is None:
+            return super().__iter__()
+        order = [index for batch in self.batch_sampler for index in batch]
+        drops, rank, size = self.drop_last, self.process_index, self.num_processes
+        blocks = SampleBlocks(order, each, drop_last=drops, rank=rank, size=size, pad=self.even_batches)
+        blocks.begin(seed=0, start=0)
+        return iter(blocks)
 
     @property
     def even_batches(self) -> bool:

@@ -264,10 +264,12 @@ def known_arguments(
         def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
             refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
             if len(args) - 1 > positional:
+                first = args[positional + 1]
+                is_module = hasattr(first, "named_parameters")
                 raise ConfigurationError(
                     f"{owner} takes its arguments by name",
-                    found=f"a {type(args[-1]).__name__} without a name",
-                    fix=former.get("module", f"such as {known[0]}=..."),
+                    found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}") + " without a name",
+                    fix=former.get("module" if is_module else "", f"such as {known[0]}=..."),
                 )
             return constructor(*args, **kwargs)
 
