@@ -80,6 +80,22 @@ print(json.dumps(found))
 """
 
 
+_LEAVES = """
+import sys
+import trainer_kit as tk
+accelerator = tk.Accelerator(cpu=True, log_with="csv", project_dir=sys.argv[1])
+accelerator.init_trackers("run")
+for step in range(3):
+    accelerator.log({"loss": step / 2}, step=step)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_that_ends_without_end_training_keeps_its_rows(tmp_path):
+    subprocess.run([sys.executable, "-c", _LEAVES, str(tmp_path)], check=True)
+    assert (tmp_path / "run" / "metrics.csv").read_text().split() == ["step,loss", "0,0.0", "1,0.5", "2,1.0"]
+
+
 @pytest.mark.slow
 def test_wandb_offline(tmp_path):
     pytest.importorskip("wandb")

@@ -241,6 +241,10 @@ class _Queued:
     def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         self.tracker.log(values, step=step, **options)
 
+    def save(self) -> None:
+        if isinstance(self.tracker, LoggerTracker) and hasattr(self.tracker.logger, "save"):
+            self.tracker.logger.save()
+
     def finalize(self, status: str) -> None:
         self.tracker.finish()
 
@@ -379,6 +383,7 @@ class Trackers:
             report.end(status, error)
 
     def _leave(self) -> None:
+        self._deliveries.call("save")  # some loggers write many rows together
         self._deliveries.close(None)
         error = getattr(sys, "last_value", None)  # the exception that ended the script; a SystemExit is not kept there
         if error is None:
