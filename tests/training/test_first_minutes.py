@@ -99,7 +99,7 @@ def test_a_module_given_to_the_constructor_of_the_trainer():
         tk.Trainer(nn.Linear(2, 2))
     assert "trainer.fit(module, loader)" in error.value.fix
     assert error.value.found == "a Linear without a name"
-    with pytest.raises(ConfigurationError, match=r"found: 'gpu' without a name\n  fix:   such as accelerator=") as error:
+    with pytest.raises(ConfigurationError, match=r"found: 'gpu' without a name\n  fix:   such as accelerator="):
         tk.Trainer("gpu", 2)
 
 
