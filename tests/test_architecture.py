@@ -39,7 +39,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
-MAX_PACKAGE = 50_825  # docs/decisions/0137: a change that needs more raises it, and says why
+MAX_PACKAGE = 50_872  # docs/decisions/0137: a change that needs more raises it, and says why
 TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {
@@ -83,7 +83,7 @@ FOREIGN_MEMBERS = {
     "objects of users: optimizers, registered states, callbacks that keep checkpoints, requests": """best_model_path
         dirpath eval load_state_dict next_try state_dict step train""",
     "loggers and trackers of users, which need only log_metrics": """add_images add_text experiment finalize log_dir
-        log_hyperparams main_process_only root_dir tracker writes_alone""",
+        log_hyperparams main_process_only root_dir save tracker writes_alone""",
     "transformers and peft": """_no_split_modules _tie_weights _tp_plan auto_map base_model_prefix base_model_tp_plan
         config config_class distributed_config find_packed_sequence_indices get_output_embeddings get_text_config
         hf_device_map hidden_size hidden_sizes is_encoder_decoder module tie_encoder_decoder tie_word_embeddings

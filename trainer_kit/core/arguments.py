@@ -265,7 +265,7 @@ def known_arguments(
             refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
             if len(args) - 1 > positional:
                 first = args[positional + 1]
-                is_module = hasattr(first, "named_parameters")
+                is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
                 raise ConfigurationError(
                     f"{owner} takes its arguments by name",
                     found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}") + " without a name",
