@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["Argument", "Elsewhere", "FitLoop", "OptimizersOfFit", "PredictLoop", "missing_attribute"]
+__all__ = ["Argument", "Elsewhere", "FitLoop", "OptimizersOfFit", "PredictLoop", "missing"]
 
 
 class _Limited(Protocol):
@@ -145,7 +145,7 @@ class OptimizersOfFit(list[Optimizer]):
         )
 
 
-def missing_attribute(trainer: object, name: str, former_methods: Mapping[str, str]) -> AttributeError:
+def missing(trainer: object, name: str, former_methods: Mapping[str, str]) -> AttributeError:
     """The error for an attribute that a Trainer lacks; it names the replacement or the nearest name."""
     fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
     if not name.startswith("_"):

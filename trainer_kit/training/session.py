@@ -42,14 +42,7 @@ from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
-from trainer_kit.training.attributes import (
-    Argument,
-    Elsewhere,
-    FitLoop,
-    OptimizersOfFit,
-    PredictLoop,
-    missing_attribute,
-)
+from trainer_kit.training.attributes import Argument, Elsewhere, FitLoop, OptimizersOfFit, PredictLoop, missing
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.settings import Settings
 
@@ -413,26 +406,7 @@ class Session:
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps of the whole fit; infinite if no limit is known."""
         self.steps_were_read = True
-        limits: list[float] = [] if self.settings.max_steps is None else [self.settings.max_steps]
-        duration = self.settings.max_duration
-        batches = self.num_training_batches
-        if duration is not None and duration.unit == "st":
-            limits.append(duration.value)
-        elif duration is not None and duration.unit == "ba":
-            whole, rest = divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
-            limits.append(self._steps(rest) + (int(whole) * self._steps(batches) if whole else 0))
-        epochs = self.settings.max_epochs
-        if epochs is not None:
-            counting = self.accumulation_callback
-            if counting is None or batches in (0, math.inf):
-                limits.append(self._steps(batches) * epochs if epochs else 0)
-            else:
-                lengths = map(counting.get_accumulate_grad_batches, range(epochs))
-                limits.append(sum(math.ceil(batches / length) for length in lengths))
-        return min(limits, default=math.inf)
-
-    def _steps(self, batches: float) -> float:
-        return batches if batches == math.inf else math.ceil(batches / self.accumulation)
+        return self.settings.steps(self.num_training_batches, self.accumulation, self.accumulation_callback)
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -840,7 +814,7 @@ class Session:
         def __getattr__(self, name: str) -> Any:
             if name.startswith("__") or name in dir(type(self)):  # a property has raised an AttributeError
                 return object.__getattribute__(self, name)
-            raise missing_attribute(self, name, self.former_methods)
+            raise missing(self, name, self.former_methods)
 
     validate_loop = Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"

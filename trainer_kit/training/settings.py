@@ -17,6 +17,7 @@ import torch
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, DurationError, did_you_mean
 from trainer_kit.core.progress import Duration, DurationLike
+from trainer_kit.core.protocols import SetsAccumulation
 
 __all__ = ["Settings", "check_switches", "make_settings", "plain_arguments"]
 
@@ -51,6 +52,32 @@ class Settings:
     def train_limit(self) -> int | float:
         """The limit of a training epoch: a number of batches, or a fraction."""
         return self.overfit or self.limits["train"]
+
+    def steps(self, batches: float, accumulation: int, counting: SetsAccumulation | None) -> int | float:
+        """The number of optimizer steps of a whole fit; infinite if no limit is known.
+
+        Args:
+            batches: micro-batches of an epoch; infinite if the number is unknown.
+            accumulation: micro-batches of a step.
+            counting: decides the micro-batches of a step for each epoch; None: they stay the same.
+        """
+
+        def of(found: float) -> float:
+            return found if found == math.inf else math.ceil(found / accumulation)
+
+        limits: list[float] = [] if self.max_steps is None else [self.max_steps]
+        duration, epochs = self.max_duration, self.max_epochs
+        if duration is not None and duration.unit == "st":
+            limits.append(duration.value)
+        elif duration is not None and duration.unit == "ba":
+            whole, rest = divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
+            limits.append(of(rest) + (int(whole) * of(batches) if whole else 0))
+        if epochs is not None and (counting is None or batches in (0, math.inf)):
+            limits.append(of(batches) * epochs if epochs else 0)
+        elif epochs is not None and counting is not None:
+            lengths = map(counting.get_accumulate_grad_batches, range(epochs))
+            limits.append(sum(math.ceil(batches / length) for length in lengths))
+        return min(limits, default=math.inf)
 
 
 def make_settings(
