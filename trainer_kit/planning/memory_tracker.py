@@ -41,7 +41,7 @@ _STATE: Final = ("parameters", "gradients", "optimizer")
 """The categories of tensors that outlive a step."""
 
 
-def storages(values: Any) -> Iterator[torch.UntypedStorage]:
+def storages(values: object) -> Iterator[torch.UntypedStorage]:
     """The storages of all tensors in a tree; of a ``DTensor``, of this rank's part."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
@@ -79,7 +79,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- what exists ---------------------------------------------------------------------------------------------
 
-    def note(self, values: Any, category: str) -> None:
+    def note(self, values: object, category: str) -> None:
         """Give the storages of tensors a category; one that outlives a step is not changed by a later one."""
         for storage in storages(values):
             number = self._number(storage)
@@ -123,7 +123,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what runs -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator on plain tensors; a subclass first turns its own into operators on its parts."""
         if any(kind not in _PLAIN for kind in types):

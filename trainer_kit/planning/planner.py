@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.device_table import Device, device_peak, find_device, known_devices
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
@@ -43,9 +44,9 @@ _QUIET: Final = 2.0
 
 def plan_fit(
     trainer: Session,
-    module: Any,
+    module: TrainModule,
     loaders: Any = None,
-    datamodule: Any = None,
+    datamodule: DataModule | None = None,
     *,
     world: int | Sequence[int],
     device: str | None = None,

@@ -12,10 +12,9 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Final, final
 
-from torch import nn
-
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.inference.loading import init_empty_weights
 from trainer_kit.launch.bootstrap import run_words
 from trainer_kit.training.session import Session
@@ -49,7 +48,7 @@ class CapturedFit:
 
     trainer: Session
     arguments: Mapping[str, Any]
-    module: nn.Module
+    module: TrainModule
     train_dataloaders: Any
     val_dataloaders: Any
     datamodule: DataModule | None

@@ -11,8 +11,10 @@ from typing import Any, Final, final
 
 import torch
 
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.planning.verify_compare import Finding, Judge, Point, same_bits
 from trainer_kit.planning.verify_data import order, samples
 from trainer_kit.planning.verify_operations import first_other
@@ -107,10 +109,10 @@ def _finite(value: float) -> float | None:
 
 def verify(
     trainer: Session,
-    module: Any,
+    module: TrainModule,
     loaders: Any = None,
     val_loaders: Any = None,
-    datamodule: Any = None,
+    datamodule: DataModule | None = None,
     *,
     steps: int = 4,
 ) -> Verification:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -326,5 +326,5 @@ def _constant(ratios: Iterable[float], eps: float) -> float | None:
     return found[0]
 
 
-def _relative(found: Any, exact: Any) -> float:
+def _relative(found: Tensor, exact: Tensor) -> float:
     return _norm(found.double() - exact.double()) / (_norm(exact) or 1.0)

@@ -24,13 +24,13 @@ def trace(part: nn.Module, sink: Callable[[], list[str] | None]) -> list[Any]:
         return []
     running: list[Any] = []
 
-    def begin(module: nn.Module, inputs: Any) -> None:
+    def begin(module: nn.Module, inputs: object) -> None:
         if sink() is not None:
             mode = DebugMode(record_torchfunction=False, record_profiler_context=False)
             mode.__enter__()  # type: ignore[no-untyped-call]
             running.append(mode)
 
-    def end(module: nn.Module, inputs: Any, output: Any) -> None:
+    def end(module: nn.Module, inputs: object, output: object) -> None:
         if not running:
             return
         mode = running.pop()

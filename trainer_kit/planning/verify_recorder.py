@@ -12,8 +12,10 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer_kit.core.hooks import Callback
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data.order import derive_seed
 from trainer_kit.planning.verify_operations import trace
@@ -144,7 +146,7 @@ def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") 
         traced: the name of a module whose operations are recorded.
     """
 
-    def forward(name: str, counts: Counter[str], part: nn.Module, inputs: Any, output: Any) -> None:
+    def forward(name: str, counts: Counter[str], part: nn.Module, inputs: object, output: object) -> None:
         micro = now()
         watched = None if micro is None else micro.watched
         if watched is None or torch._C._current_graph_task_id() != -1:  # in backward, a checkpoint computes again
@@ -204,7 +206,7 @@ class Recorder(Callback):
         self._handles: list[Any] = []
         self._feed: Any = None
 
-    def on_train_start(self, trainer: Session, module: Any) -> None:
+    def on_train_start(self, trainer: Session, module: TrainModule) -> None:
         """Note how the run divides its data, and register the hooks on modules."""
         strategy, record = trainer.strategy, self.record
         record.place, record.places = strategy.data.rank, strategy.data.size
@@ -217,7 +219,7 @@ class Recorder(Callback):
         if self.watched:
             self._handles = list(watch(module, lambda: self._now, self.traced))
 
-    def on_train_batch_start(self, trainer: Session, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Session, module: TrainModule, batch: object, batch_idx: int) -> None:
         """Record the batch."""
         step = trainer.progress.step
         self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
@@ -229,13 +231,15 @@ class Recorder(Callback):
             index = self._at[1] * self.record.places + self.record.place
             reseed(self.reseeds, step, index)
 
-    def on_train_batch_end(self, trainer: Session, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Session, module: TrainModule, outputs: object, batch: object, batch_idx: int
+    ) -> None:
         """Record the losses."""
         if self._now is not None:
             self._now.loss = losses_of(outputs)
         self._now = None
 
-    def on_before_optimizer_step(self, trainer: Session, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Session, module: TrainModule, optimizer: Optimizer) -> None:
         """Record the gradients."""
         found = self.record.gradients.setdefault(trainer.progress.step, {})
         for group in optimizer.param_groups:
@@ -244,7 +248,7 @@ class Recorder(Callback):
                 if name is not None and parameter.grad is not None:
                     found[name] = whole(parameter.grad)
 
-    def on_train_step_end(self, trainer: Session, module: Any) -> None:
+    def on_train_step_end(self, trainer: Session, module: TrainModule) -> None:
         """Record the weights; save a checkpoint where it is due."""
         step = trainer.progress.step - 1
         state = {canonical(name): value for name, value in trainer.strategy.module_state(module).items()}
@@ -257,7 +261,7 @@ class Recorder(Callback):
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
 
-    def on_train_end(self, trainer: Session, module: Any) -> None:
+    def on_train_end(self, trainer: Session, module: TrainModule) -> None:
         """Remove the hooks from modules."""
         for handle in self._handles:
             handle.remove()
@@ -272,7 +276,7 @@ class Recorder(Callback):
         vars(trainer)["log_metrics"] = log
 
 
-def losses_of(outputs: Any) -> dict[str, Tensor]:
+def losses_of(outputs: object) -> dict[str, Tensor]:
     """The losses in what ``training_step`` returned, by name."""
     found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
     return {

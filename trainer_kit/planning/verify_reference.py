@@ -12,6 +12,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import ModuleHooks
@@ -125,8 +126,8 @@ class _Plain:
     def __init__(
         self,
         trainer: Session,
-        module: Any,
-        datamodule: Any,
+        module: TrainModule,
+        datamodule: DataModule | None,
         precision: Precision,
         steps: int,
         division: Division,
@@ -306,7 +307,7 @@ def rows_of(feeds: list[Feed], epoch: int) -> Iterator[list[tuple[Any, int, list
         yield row
 
 
-def _check(module: Any, made: Optimizers) -> None:
+def _check(module: TrainModule, made: Optimizers) -> None:
     refused = (
         "manual optimization: the module has its own loop"
         if not module.automatic_optimization
@@ -327,9 +328,9 @@ _OWN = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure
 
 def plain_loop(
     trainer: Session,
-    module: Any,
+    module: TrainModule,
     loaders: Any,
-    datamodule: Any,
+    datamodule: DataModule | None,
     *,
     precision: Precision,
     steps: int,

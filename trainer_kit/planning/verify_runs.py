@@ -17,6 +17,7 @@ from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor
 
 from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.module import TrainModule, build_once
@@ -54,10 +55,10 @@ class Runs:
     def __init__(
         self,
         trainer: Session,
-        module: Any,
+        module: TrainModule,
         loaders: Any,
         val_loaders: Any,
-        datamodule: Any,
+        datamodule: DataModule | None,
         steps: int,
         directory: Path,
     ) -> None:
@@ -276,7 +277,7 @@ class _Windows(Callback):
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def on_train_start(self, trainer: Session, module: Any) -> None:
+    def on_train_start(self, trainer: Session, module: TrainModule) -> None:
         """Set the length of every window."""
         assert trainer.run is not None
         trainer.run.windows.length = self.length

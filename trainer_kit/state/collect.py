@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from trainer_kit.checkpoint.codec import encode
 from trainer_kit.core.collective_errors import fail_together, on_every_rank
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.tensors import state_name
 from trainer_kit.state.optimizer_states import (
@@ -43,7 +45,7 @@ __all__ = [
 ]
 
 
-def module_state(module: Any, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
+def module_state(module: TrainModule, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
     """Weights and hyperparameters: the part of the state that does not depend on a run."""
     return {
         "state_dict": dict(weights),
@@ -69,7 +71,7 @@ def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
 
 
 def collect(
-    run: Fit, callbacks: list[Any], datamodule: Any, seed: int, weights_only: bool, hooks: bool = True
+    run: Fit, callbacks: list[Any], datamodule: DataModule | None, seed: int, weights_only: bool, hooks: bool = True
 ) -> dict[str, Any]:
     """Collect the state after the last completed step. Every rank must call it.
 
@@ -124,7 +126,7 @@ def _call(hooks: Iterable[Callable[..., Any]], state: Mapping[str, Any]) -> None
         hook(state)
 
 
-def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: Any) -> tuple[Any, ...]:
+def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: DataModule | None) -> tuple[Any, ...]:
     """Add the state of the user's objects, any of which may raise; returns what each rank contributes."""
     strategy = run.strategy
     state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.stepper.made.schedulers]
@@ -201,7 +203,7 @@ def restore(
     state: Mapping[str, Any],
     made: Optimizers,
     callbacks: list[Any],
-    datamodule: Any,
+    datamodule: DataModule | None,
     strict: bool,
     global_batch_size: int | None = None,
 ) -> None:
@@ -277,7 +279,7 @@ def _restore_steps(
 
 
 def _restore_of_users(
-    run: Fit, state: Mapping[str, Any], callbacks: list[Any], datamodule: Any, differs: str | None
+    run: Fit, state: Mapping[str, Any], callbacks: list[Any], datamodule: DataModule | None, differs: str | None
 ) -> None:
     with fitting("callbacks"):
         for callback in callbacks:

@@ -209,7 +209,7 @@ def _check_positions(strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], 
         )
 
 
-def _following(own: Mapping[str, Any], weight: Any, parameter: nn.Parameter) -> dict[str, Any]:
+def _following(own: Mapping[str, Any], weight: object, parameter: nn.Parameter) -> dict[str, Any]:
     """Cast state that had its weight's dtype to the parameter's present dtype; leave all other state as saved."""
     then = weight.dtype if isinstance(weight, Tensor) else parameter.dtype
     if then == parameter.dtype or not then.is_floating_point:
@@ -258,7 +258,7 @@ def configured(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [*known, *_options(optimizer)[len(known) :]]
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Whether two values of an option are equal."""
     # A checkpoint may return a list for a tuple, and learning rates may be tensors.
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):

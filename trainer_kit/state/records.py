@@ -172,7 +172,7 @@ def _read(file: Path) -> list[RunRecord]:
     return records
 
 
-def _record(entry: Any, file: Path) -> RunRecord | None:
+def _record(entry: object, file: Path) -> RunRecord | None:
     if not isinstance(entry, dict):
         return None
     entry = {"from_here": {}, **entry}  # older files lack it
@@ -185,7 +185,7 @@ def _record(entry: Any, file: Path) -> RunRecord | None:
     return RunRecord(**{name: entry[name] for name in names}, directory=str(file.parent))
 
 
-def _checksum(runs: Any) -> str:
+def _checksum(runs: object) -> str:
     return hashlib.sha256(json.dumps(runs, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from torch import nn
+
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
 from trainer_kit.checkpoint.read import OF_A_RUN, is_complete, read_checkpoint, read_info, step_of
@@ -16,6 +18,7 @@ from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.state.collect import fitting, own_part
 from trainer_kit.state.records import RUN, read_records
@@ -43,7 +46,9 @@ class Search:
     world: Group
     fits: bool
 
-    def start(self, ckpt_path: Any, weights_only: bool, removed: list[str]) -> tuple[Location | None, bool, str]:
+    def start(
+        self, ckpt_path: str | os.PathLike[str] | None, weights_only: bool, removed: list[str]
+    ) -> tuple[Location | None, bool, str]:
         """Where a fit begins: at the newest checkpoint of the run that it continues, else where the user says.
 
         Args:
@@ -84,7 +89,7 @@ class Search:
             return "this run keeps no checkpoints"
         return f"no unfinished run of {record.program} in {record.root}"
 
-    def find(self, ckpt_path: Any, whole_first: bool = False) -> Location | None:
+    def find(self, ckpt_path: str | os.PathLike[str] | None, whole_first: bool = False) -> Location | None:
         """The path that ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
 
         Args:
@@ -236,7 +241,7 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
     return fail_together(strategy.world, read)
 
 
-def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection[str]]:
+def held_of(strategy: Strategy, module: nn.Module) -> tuple[dict[str, Any], Collection[str]]:
     """The tensors of a module that this rank holds, by their names in checkpoints, and the names that others hold."""
     like = strategy.module_state(module)
     others = {first: like[name] for name, first in strategy.shared_names(module).items() if name in like}
@@ -244,7 +249,7 @@ def held_of(strategy: Strategy, module: Any) -> tuple[dict[str, Any], Collection
 
 
 def read_rest(
-    state: dict[str, Any], path: Location, weights_only: bool, strategy: Strategy, module: Any
+    state: dict[str, Any], path: Location, weights_only: bool, strategy: Strategy, module: nn.Module
 ) -> dict[str, Any]:
     """The whole state, after `read_start`; for a sharded engine each rank gets the parts of tensors that it holds."""
     if not strategy.sharded:
@@ -280,7 +285,7 @@ def holds_weights(path: Location | None) -> CheckpointError:
     return CheckpointError(path, None, "holds only weights, and cannot be resumed", fix=fix)
 
 
-def load_weights(module: Any, path: Location, bus: Bus, strategy: Strategy) -> None:
+def load_weights(module: TrainModule, path: Location, bus: Bus, strategy: Strategy) -> None:
     """Put the weights of a checkpoint into a module."""
     alone = not (path.is_dir() and is_complete(path))
     if strategy.sharded:

@@ -270,7 +270,7 @@ def _not_finite(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if p.grad is not None and not are_finite([p.grad])]
 
 
-def _tensors(batch: Any) -> Iterable[Tensor]:
+def _tensors(batch: object) -> Iterable[Tensor]:
     if isinstance(batch, Tensor):
         yield batch
     elif isinstance(batch, Mapping):

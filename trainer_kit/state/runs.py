@@ -362,11 +362,11 @@ class RunFiles:
             if type(logger).__name__ == before["logger"] and before["state"]:
                 call_optional(logger, "load_state_dict", before["state"])
 
-    def _masked_directory(self) -> Any:
+    def _masked_directory(self) -> object:
         return mask_secrets(os.path.abspath(self.directory))
 
 
-def call_optional(logger: Any, method: str, *arguments: Any) -> Any:
+def call_optional(logger: object, method: str, *arguments: Any) -> Any:
     """Call a method that a `Logger` need not have; None where it has none."""
     called = getattr(logger, method, None)
     return None if called is None else called(*arguments)

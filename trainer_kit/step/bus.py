@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any, Protocol, final
 
 from lightning_utilities.core.overrides import is_overridden
+from torch import nn
 
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
 from trainer_kit.core.protocols import TrainerLike
@@ -106,7 +108,12 @@ class Bus:
     on_train_epoch_end_late: Listeners
 
     def __init__(
-        self, trainer: TrainerLike, module: Any, callbacks: Sequence[Callback], datamodule: Any, scope: _Scope
+        self,
+        trainer: TrainerLike,
+        module: nn.Module,
+        callbacks: Sequence[Callback],
+        datamodule: DataModule | None,
+        scope: _Scope,
     ) -> None:
         for name in Bus.names():
             found: list[Callable[..., Any]] = [
@@ -126,7 +133,7 @@ class Bus:
         self.on_train_epoch_end_late = _entered("on_train_epoch_end", scope, late)
 
     @staticmethod
-    def _of_module(name: str, module: Any, datamodule: Any) -> list[Callable[..., Any]]:
+    def _of_module(name: str, module: nn.Module, datamodule: DataModule | None) -> list[Callable[..., Any]]:
         found: list[Callable[..., Any]] = []
         if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
             found.append(_fitting(name, getattr(module, name), getattr(module, name), 0))

@@ -261,7 +261,7 @@ class _Evaluating:
         self._ending.__exit__(kind, error, traceback)
 
 
-def part_weight(module: Any, strategy: Strategy) -> Callable[[Any], Any] | None:
+def part_weight(module: TrainModule, strategy: Strategy) -> Callable[[Any], Any] | None:
     """The weight of this rank's part of a batch by the user's ``loss_weight``; None to weight by samples."""
     if not is_overridden("loss_weight", module, TrainModule):
         return None

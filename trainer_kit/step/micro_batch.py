@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -196,7 +196,7 @@ class MicroBatches:
         self.contributed = True
         return output if self.factors is None else output * self.factors[index]
 
-    def _weighed(self, loss: Tensor, output: Any, index: int, name: str | None = None) -> Tensor:
+    def _weighed(self, loss: Tensor, output: object, index: int, name: str | None = None) -> Tensor:
         self.note(loss)
         if self.wants_outputs:
             self.outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach().clone()}
@@ -420,13 +420,13 @@ def _check_loss(loss: Tensor) -> None:
         )
 
 
-def _device_of(batch: Any) -> torch.device | None:
+def _device_of(batch: object) -> torch.device | None:
     found: list[torch.device] = []
     apply_to_collection(batch, Tensor, lambda tensor: found.append(tensor.device))
     return found[0] if found else None
 
 
-def _over(batch: Any, batch_idx: int) -> Any:
+def _over(batch: object, batch_idx: int) -> NoReturn:
     raise RuntimeError("this fit is over")
 
 

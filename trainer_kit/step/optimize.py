@@ -287,7 +287,9 @@ class ManualOptimizer(OptimizerProxy):
     It is a ``torch.optim.Optimizer``, so torch's schedulers accept it; groups and state are those of the original.
     """
 
-    def __init__(self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: Any) -> None:
+    def __init__(
+        self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: TrainModule
+    ) -> None:
         super().__init__(optimizer)
         self._step = strategy.bind_step(optimizer)
         self._precision, self._bus, self._module = precision, bus, module
@@ -345,7 +347,9 @@ class ManualStepper:
     evaluates = draws = False
     several = None
 
-    def __init__(self, made: Optimizers, module: Any, strategy: Strategy, precision: Precision, bus: Bus) -> None:
+    def __init__(
+        self, made: Optimizers, module: TrainModule, strategy: Strategy, precision: Precision, bus: Bus
+    ) -> None:
         self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
         self.window: MicroBatches | None = None
         self._backward = strategy.bind_backward(module.backward) or module.backward

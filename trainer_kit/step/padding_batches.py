@@ -6,13 +6,13 @@ not logged.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.module import TrainModule
@@ -41,7 +41,12 @@ class PaddingBatches:
     """
 
     def __init__(
-        self, micro: MicroBatches, module: Any, strategy: Strategy, move: Callable[[Any], Any] | None, names: Any
+        self,
+        micro: MicroBatches,
+        module: nn.Module,
+        strategy: Strategy,
+        move: Callable[[Any], Any] | None,
+        names: Sequence[str] | None,
     ) -> None:
         self._micro, self._module, self._strategy, self._move, self._names = micro, module, strategy, move, names
         self._provided = False  # every rank has had a batch
@@ -120,7 +125,7 @@ def padded_to_longest(feed: Feed, batches: Iterator[Any], strategy: Strategy) ->
 
 
 @contextmanager
-def without_side_effects(module: Any, device: torch.device) -> Iterator[None]:
+def without_side_effects(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Undo what a step does to buffers, metrics and generators, and to what TrainModules keep in numbers and lists."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     counted = running_states(module)

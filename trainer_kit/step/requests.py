@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final, final
 from weakref import WeakSet
 
@@ -95,7 +96,7 @@ def listening(requests: Requests) -> Iterator[None]:
         yield
         return
 
-    def on_signal(number: int, frame: Any) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if requests.signal:  # asked twice
             requests.at_once = True
             signal.signal(number, before[number])
@@ -129,7 +130,7 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
         number for number in (signal.SIGTERM, _USR1) if main and number and signal.getsignal(number) == signal.SIG_DFL
     ]
 
-    def on_signal(number: int, frame: Any) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # the second one kills
         requests.signal = number
         raise ended_by(number)
