@@ -10,13 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import BatchEncoding
 
 import trainer_kit as tk
 from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made, sent
 from trainer_kit.core.errors import ConfigurationError, StrategyError, TrainerKitError
-from trainer_kit.planning.measure import measure
+from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.records import CATEGORIES, Candidate
+from trainer_kit.strategies import FSDPStrategy
 from trainer_kit.testing import TinyModule, run_distributed
 
 
@@ -78,6 +80,34 @@ def test_pipelines(world):
 def test_accumulation_and_clipping(strategy, world):
     close("gpt", candidate(strategy, world, accumulate=3))
     close("gpt", candidate(strategy, world), gradient_clip_val=1.0)
+
+
+@pytest.mark.slow
+def test_autocast_copies_all_weights_under_fsdp():
+    """A real rank holds them beside its shards; units that are gathered in bfloat16 need no copies."""
+    tried = candidate("fsdp", 2, samples=2, precision="bf16-mixed")
+    found, copied = compared("deep", tried)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    _, gathered = compared("deep", tried, strategy=FSDPStrategy(mixed_precision=policy))
+    size = 2 * 24 * 512 * 512
+    assert 0.95 * size < copied - gathered < 1.1 * size
+    assert AUTOCAST_COPIES in found.notes
+
+
+def test_autocast_keeps_copies_of_weights_over_recomputation_too():
+    """Its cache holds them until the forward ends, unless it is switched off."""
+    module, batch = made("deep", 2)
+    tried = candidate("fsdp", 4, samples=2, precision="bf16-mixed", activation_checkpointing=True)
+    cached = on_cpu(module, batch, tried)
+    torch.set_autocast_cache_enabled(False)
+    try:
+        kept = on_cpu(module, batch, tried)
+    finally:
+        torch.set_autocast_cache_enabled(True)
+    assert cached.peak - kept.peak > 0.7 * 2 * 24 * 512 * 512
+    exact = on_cpu(module, batch, candidate("fsdp", 4, samples=2, activation_checkpointing=True))
+    assert AUTOCAST_COPIES not in exact.notes
+    assert kept.peak < 1.1 * exact.peak
 
 
 @pytest.mark.slow

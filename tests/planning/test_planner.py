@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_kit as tk
 from trainer_kit import Trainer
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.planning.measure import AUTOCAST_COPIES
 from trainer_kit.planning.planner import plan_fit
+from trainer_kit.strategies import DDPStrategy, PostLocalSGD
 
 
 class Net(tk.TrainModule):
@@ -96,6 +98,35 @@ def test_hybrid_shards_are_those_of_a_machine():
     assert {one.kind for one in rows["hsdp8"].measured.traffic} >= {"all_gather", "reduce_scatter", "all_reduce"}
     line = plan.trainer_line(rows["hsdp8"])
     assert line == 'Trainer(strategy="hsdp", devices=8, num_nodes=2, precision="32-true", global_batch_size=64)'
+
+
+def test_what_the_strategy_of_a_trainer_does_beyond_the_plan_is_noted():
+    def plan(strategy):
+        own = Trainer(barebones=True, accelerator="cpu", devices=2, strategy=strategy)
+        return own.plan(Net(), loader(), world=2, device="h100", strategies=["ddp", "fsdp"], precisions=["32-true"])
+
+    for strategy, says in [
+        (DDPStrategy(ddp_comm_hook="powersgd"), "the communication hook"),
+        (DDPStrategy(local_sgd=PostLocalSGD(period=4)), "local SGD"),
+    ]:
+        found = plan(strategy)
+        noted = {row.candidate.strategy: says in " ".join(row.measured.notes) for row in found.rows}
+        assert noted == {"ddp": True, "fsdp": False}
+        assert says in " ".join(found.notes)
+        assert any("options of this DDPStrategy" in note for note in found.notes)
+    captured = {"strategy": DDPStrategy(ddp_comm_hook="bf16")}  # by a script, whose Trainer is made on one process
+    found = plan_fit(trainer(), Net(), loader(), world=2, device="h100", strategies=["ddp"], arguments=captured)
+    assert "the communication hook" in " ".join(found.rows[0].measured.notes)
+    plain = plan("ddp")
+    assert not any("hook" in note or "local SGD" in note or "options" in note for note in plain.notes)
+
+
+def test_copies_of_autocast_are_noted():
+    def notes(precision):
+        return trainer().plan(Net(), loader(), world=4, device="h100", precisions=[precision]).notes
+
+    assert AUTOCAST_COPIES in notes("bf16-mixed")
+    assert AUTOCAST_COPIES not in notes("bf16-true")
 
 
 def test_a_plan_changes_neither_module_nor_random_numbers_nor_trainer():

@@ -143,6 +143,10 @@ class Perceptron(Measured):
         return tk.ParallelPlan(tensor="mlp")
 
 
+def _deep():
+    return Measured(nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(24))))
+
+
 def _perceptron():
     return Perceptron(_mlp().net)
 
@@ -182,6 +186,7 @@ class Together(Measured):
 MODELS = {
     "foreach": (lambda: Together(_mlp().net), (256,), False),
     "mlp": (_perceptron, (256,), False),
+    "deep": (_deep, (512,), False),
     "cnn": (lambda: Measured(Convolutions()), (3, 32, 32), False),
     "encoder": (_encoder, (64, 128), False),
     "gpt": (lambda: LanguageModel(GPT()), (128,), True),
@@ -218,8 +223,8 @@ def traced(name, candidate, **options):
     """The peak of a real fit's third step in bytes, as the CPU allocator sees it; runs on each rank."""
     before = _held("held_bytes")
     module, batch = made(name, candidate.micro_batch)
+    options.setdefault("strategy", strategy_for(candidate) if candidate.world > 1 else "auto")
     trainer = tk.Trainer(
-        strategy=strategy_for(candidate) if candidate.world > 1 else "auto",
         accelerator="cpu",
         devices=candidate.world,
         precision=candidate.precision,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import trainer_kit as tk
 from trainer_kit.callbacks import ModelSummary
@@ -171,6 +172,22 @@ def test_the_traffic_of_a_step_is_reported() -> None:
     assert sent(FSDPStrategy(ignored_modules="0"), 4, module)[2].startswith("gradients of what stays whole")
     assert sent(MeshStrategy(dp_shard=4), 4, module) == sent(FSDPStrategy(), 4, module)
     assert sent(DDPStrategy(), 1, module) == []
+
+
+def test_copies_of_autocast_are_not_sharded() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+
+    def shown(precision: Any, **options: Any) -> str:
+        plugin = tk.Trainer(accelerator="cpu", barebones=True, max_steps=1, precision=precision).precision_plugin
+        return "\n".join(cost_lines(FSDPStrategy(**options).costs(module, plugin, 4), None))
+
+    copies = "             from forward to backward up to 8.19 kB of autocast's bfloat16 copies of all weights"
+    assert copies in shown("bf16-mixed").splitlines()
+    gathered = shown("bf16-mixed", mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    reduced = shown("bf16-mixed", mixed_precision=MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+    assert "copies" not in gathered
+    assert copies in reduced
+    assert "copies" not in shown("32-true")
 
 
 def test_lines() -> None:

@@ -29,6 +29,7 @@ class Costs:
             tensors suffice, since only shapes and dtypes are used.
         masters: bytes of the full-precision master copies that an engine keeps of the parameters.
         exchanges: the communication of a step: the data, the operation and the number of ranks.
+        during: what a rank holds for a part of a step, in words; empty: nothing but activations and gathered units.
     """
 
     layout: str
@@ -37,6 +38,7 @@ class Costs:
     stepped: Callable[[Sequence[nn.Parameter]], Sequence[Tensor]]
     masters: int = 0
     exchanges: Sequence[str] = ()
+    during: str = ""
 
 
 def part_bytes(tensors: Iterable[Any]) -> int:
@@ -64,7 +66,11 @@ def own_part(tensor: Any, ranks: int = 1, rank: int = 0) -> Tensor:
 
 
 def held(
-    module: nn.Module, layout: str, exchanges: Sequence[str] = (), part: Callable[[nn.Parameter], Tensor] = own_part
+    module: nn.Module,
+    layout: str,
+    exchanges: Sequence[str] = (),
+    part: Callable[[nn.Parameter], Tensor] = own_part,
+    during: str = "",
 ) -> Costs:
     """The costs of a rank that holds and steps its own shard of each parameter.
 
@@ -73,6 +79,7 @@ def held(
         layout: the axes, and what each rank holds.
         exchanges: the communication of a step.
         part: returns this rank's shard of a parameter, see `own_part`; default: the local tensor.
+        during: what a rank holds for a part of a step, in words.
     """
     parts = {p: part(p) for p in module.parameters()}
     return Costs(
@@ -81,6 +88,7 @@ def held(
         gradients=part_bytes(part for part in parts.values() if part.requires_grad),
         stepped=lambda group: [parts[p] if p in parts else own_part(p) for p in group],
         exchanges=exchanges,
+        during=during,
     )
 
 
@@ -164,5 +172,7 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         f"layout       {costs.layout}",
         f"a rank holds {_held(held)}",
     ]
+    if costs.during:
+        lines.append(f"{'':<13}{costs.during}")
     lines += [f"{'' if index else 'a step sends':<13}{what}" for index, what in enumerate(costs.exchanges)]
     return lines if costs.exchanges else [*lines, "a step sends nothing"]

@@ -34,7 +34,7 @@ from trainer_kit.training.compose import build_module, check_module, compose_fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import Settings, make_settings
 
-__all__ = ["measure"]
+__all__ = ["AUTOCAST_COPIES", "measure"]
 
 _WARM_UP: Final = 1
 """Steps before the measured one: the first makes the optimizer's state."""
@@ -43,6 +43,11 @@ _HOST: Final = ("parameters", "gradients", "optimizer")
 _PACKAGES: Final = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parents[1]), "<")
 _RUN: Final = frozenset({"single", "ddp", "fsdp", "mesh"})
 """The engines whose step can be run without data."""
+AUTOCAST_COPIES: Final = (
+    "FSDP under autocast: each rank holds unsharded 16-bit copies of weights from forward to backward; "
+    "FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=...)) avoids them"
+)
+"""A note on a cost that users can avoid (docs/decisions/0155)."""
 _READ: Final = frozenset({"attention_mask", "position_ids"})
 """Parts of a batch from whose values models of transformers choose whether they make a mask."""
 
@@ -233,7 +238,8 @@ class _Trial:
                 processes=candidate.world,
                 resume=None,
             )
-            session.arguments, session.origins, session.switches = {}, {}, {}
+            session.arguments, session.origins = {"reload_dataloaders_every_n_epochs": 0}, {}
+            session.switches = {}
             session.async_save = session.barebones = session.fast_dev_run = False
         session.sharded_alternative, session.compile_options, session.compile_regional = None, None, False
         session.recomputes, session.accumulation = candidate.activation_checkpointing, candidate.accumulate
@@ -282,6 +288,9 @@ def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
     notes = ["fragmentation, the workspace of kernels and the memory of libraries are not in it"]
     if accelerator != "cpu":
         notes.append(f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward")
+    precision = choose_precision(candidate.precision, None, strategy_for(candidate))
+    if strategy_for(candidate).engine == "fsdp" and precision.param_dtype is not None:
+        notes.append(AUTOCAST_COPIES)
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append("recurrent layers are measured as plain operators; a fused kernel has a workspace of its own")
     if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):

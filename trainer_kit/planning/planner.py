@@ -24,11 +24,13 @@ from trainer_kit.data.place import generator_states, own_generators, restore_gen
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.candidates import check_word
 from trainer_kit.planning.estimate import Assumptions, step_samples
-from trainer_kit.planning.measure import measure
+from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.plan import Plan
 from trainer_kit.planning.records import Candidate, Measured
 from trainer_kit.planning.search import Question, Row, search
 from trainer_kit.precision.aliases import make_precision
+from trainer_kit.strategies.ddp import DDPStrategy
+from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.compose import training_bytes, whole_copies_fit
 from trainer_kit.training.explain import prepare
 from trainer_kit.training.loaders import find_loaders
@@ -115,10 +117,10 @@ def plan_fit(
 
     def measured(candidate: Candidate) -> Measured:
         kind = "cpu" if name == "cpu" else "cuda"
-        return measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size)
+        return _noted(measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size), trainer, given)
 
     rows = search(question, module, measured, tell)
-    notes += _other_batches(rows, samples)
+    notes += _notes(rows, samples, _own_strategy(trainer, given))
     return Plan(question=question, rows=rows, device=name, script=script, notes=notes, seconds=time.monotonic() - began)
 
 
@@ -127,6 +129,28 @@ def _words(words: Sequence[str], check: Callable[[str], object]) -> tuple[str, .
     for word in words:
         check(word)
     return tuple(dict.fromkeys(words))
+
+
+def _own_strategy(trainer: Session, given: Mapping[str, Any]) -> Strategy | None:
+    """The strategy that the user made; None where it is a word."""
+    own = given.get("strategy")
+    if isinstance(own, Strategy):
+        return own
+    return trainer.strategy if own == type(trainer.strategy).__name__ else None
+
+
+def _noted(found: Measured, trainer: Session, given: Mapping[str, Any]) -> Measured:
+    own = _own_strategy(trainer, given) if found.candidate.strategy == "ddp" else None
+    return replace(found, notes=found.notes + _uncounted(own))
+
+
+def _uncounted(own: Strategy | None) -> tuple[str, ...]:
+    """What the user's DDP does in a step and a measurement leaves out, in words."""
+    if not isinstance(own, DDPStrategy):
+        return ()
+    hook = "the communication hook of DDPStrategy is not in it: its buffers and state, and the bytes that it saves"
+    local = "local SGD is not in it: the step that is measured exchanges gradients"
+    return (hook,) * (own.comm_hook is not None) + (local,) * (own.local_sgd is not None)
 
 
 def _first_batch(loaders: Any) -> tuple[Any, int]:
@@ -180,13 +204,20 @@ def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: 
     return size * ranks * window
 
 
-def _other_batches(rows: Sequence[Row], samples: int) -> list[str]:
-    """Where ranks cannot divide the samples of a step."""
+def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]:
+    """What the plan leaves out of the user's strategy, copies of weights, ranks that cannot divide the samples."""
+    options = f"strategies are planned with their defaults, without the options of this {type(own).__name__}"
+    copies = any(row.measured is not None and AUTOCAST_COPIES in row.measured.notes for row in rows)
     found = {row.candidate.world: step_samples(row.candidate) for row in rows if row.measured is not None}
     return [
-        f"{world} ranks have {own} samples a step, and not {samples}: each has one or more, all equally many"
-        for world, own in found.items()
-        if own != samples
+        *([] if own is None else [options]),
+        *_uncounted(own),
+        *([AUTOCAST_COPIES] if copies else []),
+        *(
+            f"{world} ranks have {count} samples a step, and not {samples}: each has one or more, all equally many"
+            for world, count in found.items()
+            if count != samples
+        ),
     ]
 
 

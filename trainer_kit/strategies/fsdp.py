@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs, held, own_part
+from trainer_kit.core.display import in_units
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
@@ -81,7 +82,9 @@ class FSDPStrategy(Strategy):
         offload_activations: keep the inputs of the modules that recompute in host memory until backward.
         cpu_offload: keep shards, gradients and optimizer state in host memory.
         mixed_precision: torch's ``MixedPrecisionPolicy``; by default parameters are gathered in their stored dtype, and
-            gradients reduced in the dtype of the precision.
+            gradients reduced in the dtype of the precision. With ``precision="bf16-mixed"``, autocast then keeps copies
+            of all weights in bfloat16 on every rank from forward to backward, 2 bytes a parameter that are not sharded;
+            ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` gathers in bfloat16 and needs no copies.
         device_mesh: sizes, or a mesh: one axis to shard over, or two (replicas, shards).
         ignored_modules: modules that are not sharded, or a regular expression of their names.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
@@ -407,7 +410,8 @@ class FSDPStrategy(Strategy):
             sent.append(f"gradients of what stays whole: all-reduce over {shards * copies} ranks")
         among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
         layout = f"{copies} copies, each over {among}" if copies > 1 else among
-        return held(module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank))
+        during = _autocast_copies(divided, precision, self._mixed)
+        return held(module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank), during)
 
     def places(self, processes: int) -> dict[str, int]:
         """The numbers of replicas, where there are any, and of shards."""
@@ -434,6 +438,19 @@ def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
     register_fsdp_forward_method(root, "_step")
     bound: Callable[..., Any] = root.__dict__.pop("_step")
     return bound
+
+
+def _autocast_copies(
+    gathered: Iterable[nn.Parameter], precision: Precision, policy: MixedPrecisionPolicy | None
+) -> str:
+    """The copies that autocast makes of gathered weights, in words; units that are gathered in 16 bits need none."""
+    dtype = precision.param_dtype
+    if dtype is None or (policy is not None and policy.param_dtype is not None):
+        return ""
+    wide = [p for p in gathered if p.dtype == torch.float32 and p.ndim > 1]
+    size = sum(p.numel() for p in wide) * dtype.itemsize
+    word = str(dtype).removeprefix("torch.")
+    return f"from forward to backward up to {in_units(size)} of autocast's {word} copies of all weights" if size else ""
 
 
 def _separate_units(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
