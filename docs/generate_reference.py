@@ -272,7 +272,7 @@ def _key(option: Option) -> str:
 
 def configuration() -> str:
     """Every key of a configuration file."""
-    head = ["| key | flag | value | |", "|---|---|---|---|"]
+    head = ["| key | flag | value | what it does |", "|---|---|---|---|"]
     parts = [
         "# Keys of configuration files\n",
         MARK + "\n",
