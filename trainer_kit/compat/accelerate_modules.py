@@ -104,7 +104,7 @@ def set_module_tensor_to_device(
         clear_cache: accepted; torch's allocator reuses freed memory.
 
     Raises:
-        ConfigurationError: there is no such tensor, it has another shape, or no values.
+        ConfigurationError: the tensor does not exist, has a different shape, or has no values.
 
     Example:
         >>> layer = nn.Linear(1, 1)
@@ -672,7 +672,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         file = info.get("safetensors_file")
         if file is None:
             if self.save_folder is None:
-                raise CheckpointError("the index", key, "it names no file, and there is no folder")
+                raise CheckpointError("the index", key, "names no file, and save_folder is not set")
             return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", info)
         with safe_open(file, framework="pt", device=str(self.device or "cpu")) as opened:
             tensor: Tensor = opened.get_tensor(info.get("weight_name", key))

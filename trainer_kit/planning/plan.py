@@ -28,7 +28,7 @@ LIMITS: Final = (
     "Times are estimates from data sheets, to compare configurations. Data loading, validation and checkpoints are "
     "not in them.",
 )
-"""What a plan does not know, in words."""
+"""The limits of a plan, as text."""
 
 
 _WIDTH: Final = 100
@@ -56,7 +56,7 @@ class Plan:
         rows: the configurations: for each world the ranked ones, then those that do not fit.
         device: the name of the device.
         script: the command line of the script; empty for a call in a program.
-        notes: what was assumed, in words.
+        notes: the assumptions, as text.
         seconds: how long the search took.
     """
 

@@ -274,7 +274,7 @@ class _Plain:
             loss.backward(inputs=parameters, retain_graph=True)  # type: ignore[no-untyped-call]
 
     def clip(self, parameters: list[nn.Parameter]) -> None:
-        """Clip, as the Trainer is asked to."""
+        """Clip the gradients as the Trainer's settings say."""
         if self.settings.clip is None:
             return
         value, algorithm = self.settings.clip
