@@ -144,6 +144,12 @@ def test_a_teacher_that_follows_after_each_step(devices):
     assert status(found)["our loop"] == status(found)["training"] == "ok"
 
 
+def test_optimizers_schedulers_and_the_length_of_an_epoch_are_those_of_the_plain_loop():
+    """`self.optimizers()` was an empty list in the plain loop: the module could not be verified."""
+    found = verify(verified.AsksTrainer(), steps=2)
+    assert found.ok, str(found)
+
+
 def test_what_a_list_of_batches_cannot_show_is_named():
     batches = [tuple(batch) for batch in verified.loader(32, shuffle=False)]
     found = verify(verified.Classifier(), batches, steps=2)

@@ -221,7 +221,7 @@ class _Verifier:
         if not single.even:
             self.skip(name, "an accumulation window is incomplete, or an epoch ends within these steps")
             return
-        own = self.runs.chosen(reseeds=_RESEEDS, shares=alone, precision=make_precision("32-true"))
+        own = self.runs.chosen(reseeds=_RESEEDS, alone=0, precision=make_precision("32-true"))
         equal = all(
             same_bits(own[0].weights[step][key], value)
             for step, weights in single.weights.items()

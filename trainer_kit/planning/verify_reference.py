@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -95,6 +96,11 @@ class _Loop:
         self.estimated_stepping_batches = self.max_steps = steps
         self.training, self.evaluating, self.is_global_zero = True, False, True
 
+    def take(self, made: Optimizers) -> None:
+        """Answer the module's ``optimizers()`` and ``lr_schedulers()``."""
+        self.optimizers = self.manual_optimizers = made.optimizers
+        self.lr_scheduler_configs = made.schedulers
+
     @property
     def current_epoch(self) -> int:
         """Completed epochs."""
@@ -142,6 +148,7 @@ class _Plain:
         precision.convert_module(module)
         module.to(strategy.device)
         self.made: Optimizers = configure_optimizers(module)
+        self.loop.take(self.made)
         _check(module, self.made)
         self.context = precision.forward_context()
         self.move, _ = mover(module, datamodule, strategy, precision)
@@ -357,8 +364,9 @@ def plain_loop(
         ConfigurationError: the module has a loop of its own.
     """
     window = trainer.accumulation
-    plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
     feeds, limit = feeds_of(trainer, loaders, division)
+    trainer.num_training_batches = math.inf if limit is None else limit
+    plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
     return plain.run(feeds, limit, window)
 
 

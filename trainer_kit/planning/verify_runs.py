@@ -19,13 +19,13 @@ from torch import Tensor
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment, pick_device
-from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.protocols import SetsAccumulation
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.planning.verify_recorder import Record, Recorder
-from trainer_kit.planning.verify_reference import Division, feeds_of, plain_loop, rows_of
+from trainer_kit.planning.verify_reference import Division, plain_loop
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.runs import RunFiles
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -98,7 +98,6 @@ class Runs:
         resumes: str | None = None,
         validates: bool = False,
         alone: int | None = None,
-        shares: Division | None = None,
         precision: Precision | None = None,
     ) -> list[Record]:
         """The verified configuration, in real processes; one record for each rank.
@@ -110,21 +109,15 @@ class Runs:
             saves: the step after which a checkpoint is saved, and its path.
             resumes: the checkpoint to resume from.
             validates: after each step.
-            alone: the global batch size with which one process runs it instead.
-            shares: one process runs it instead, with each rank's share as a micro-batch.
+            alone: the global batch size with which one process runs it instead; 0: the Trainer's.
             precision: instead of the Trainer's.
         """
         directory = self._next()
 
         def rank(rank: int) -> None:
             recorder = Recorder(reseeds=reseeds, watched=watched, traced=traced, saves=saves)
-            trainer = self._trial(validates, reseeds is not None, alone, bool(alone or shares), compiled=not watched)
+            trainer = self._trial(validates, reseeds is not None, alone, alone is not None, compiled=not watched)
             counting: list[Any] = [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
-            loaders = self.loaders
-            if shares is not None:
-                self._prepare_data()
-                loaders = self._shares(shares)
-                counting = [_Windows(self.trainer.accumulation * shares.places)]
             trainer.set_callbacks([*counting, recorder])
             if precision is not None:
                 trainer.precision_plugin = copy(precision)
@@ -132,7 +125,7 @@ class Runs:
             start = str(self.directory / _START) if self._built else None
             trainer.fit(  # type: ignore[attr-defined]
                 self.module,
-                loaders,
+                self.loaders,
                 self.val_loaders if validates else None,
                 self.datamodule,
                 ckpt_path=resumes or start,
@@ -140,15 +133,7 @@ class Runs:
             )
             torch.save(recorder.record, directory / str(rank))
 
-        return self._records(rank, 1 if alone or shares else self.trainer.processes, directory)
-
-    def _shares(self, division: Division) -> list[Any]:
-        """The micro-batches of all ranks, one after the other."""
-        self.trainer.settings = replace(self.trainer.settings, reproducible=True)
-        loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
-        feeds, _ = feeds_of(self.trainer, loaders, division)
-        rows = islice(rows_of(feeds, 0), self.steps * self.trainer.accumulation)
-        return [batch for row in rows for batch, _, _ in row]
+        return self._records(rank, 1 if alone is not None else self.trainer.processes, directory)
 
     def _trial(
         self, validates: bool, reproducible: bool, batch_size: int | None, alone: bool, compiled: bool
@@ -268,23 +253,6 @@ class Runs:
                 fn(rank)
 
         run_forked(quiet, ranks)
-
-
-@final
-class _Windows(Callback):
-    """A number of micro-batches for each step."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def on_train_start(self, trainer: Session, module: TrainModule) -> None:
-        """Set the length of every window."""
-        assert trainer.run is not None
-        trainer.run.windows.length = self.length
-
-    def get_accumulate_grad_batches(self, epoch: int) -> int:
-        """See `SetsAccumulation`."""
-        return self.length
 
 
 def _read(feed: Feed, batches: int) -> list[int] | None:
