@@ -220,6 +220,20 @@ def test_communication_hooks() -> None:
                 torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.world_size(2, timeout=60)
+def test_powersgd_of_several_buckets_does_not_hang() -> None:
+    """Its exchanges wait for each other in gloo's two threads."""
+    net, mine = make_net(), make_net()
+    data = [(x.float(), y) for x, y in whole(19, 3)]
+    state = {"matrix_approximation_rank": 8, "start_powerSGD_iter": 2}
+    options: dict[str, Any] = {"ddp_comm_state": state, "bucket_cap_mb": 0.0001}
+    plain_loop(net, [[(x.float(), y) for x, y in whole(19, 6)[:3]]], sgd(net))
+    strategy = DDPStrategy(ddp_comm_hook="batched_powersgd", **options)
+    ddp(Classifier(mine), data, strategy=strategy, limit_train_batches=3)
+    for one, other in zip(mine.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+
+
 @pytest.mark.world_size(2)
 def test_batched_powersgd_is_exact_for_gradients_of_low_rank() -> None:
     # One sample on each of two ranks: the gradient has rank 2, and three columns hold it.

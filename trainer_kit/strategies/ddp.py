@@ -431,6 +431,8 @@ def register_comm_hook(
     chosen: Callable[..., Any]
     if hook in ("powersgd", "batched_powersgd") and (state is None or isinstance(state, Mapping)):
         state = powerSGD_hook.PowerSGDState(None, **(state or {}))
+    # PowerSGD waits for exchanges in gloo's two threads: with two buckets under way none would be left for them.
+    one_by_one = not callable(hook) and hook in ("powersgd", "batched_powersgd") and ddp.device_type == "cpu"
     if callable(hook):
         chosen = hook
     else:
@@ -451,7 +453,10 @@ def register_comm_hook(
     def unannotated(state, bucket):  # type: ignore[no-untyped-def]
         # torch compares annotations by identity, so those of `from __future__ import annotations` are refused. It also
         # asks for NCCL where a hook has the name of its own one for bfloat16, which runs on gloo as well.
-        return chosen(state, bucket)
+        reduced: torch.futures.Future[Tensor] = chosen(state, bucket)
+        if one_by_one:
+            reduced.wait()
+        return reduced
 
     ddp.register_comm_hook(state, unannotated)
 
