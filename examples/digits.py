@@ -138,7 +138,6 @@ def main() -> None:
     results = trainer.test(datamodule=data, ckpt_path="best", verbose=False)
     trainer.print(f"test accuracy {results[0]['test_acc']:.4f}")
     trainer.print(f"best checkpoint: {trainer.checkpoint_callback.best_model_path}")
-    trainer.print(f"report: {trainer.log_dir}/report.html")
     trainer.print(f"curves: tensorboard --logdir {trainer.log_dir}")
 
 

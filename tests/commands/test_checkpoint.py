@@ -168,10 +168,12 @@ COMMANDS = {
         "launch",
         "merge-weights",
         "migrate",
+        "plan",
         "report",
         "test",
         "to-fsdp2",
         "tpu-config",
+        "verify",
     ],
     ("checkpoint",): ["diff", "export", "import", "ls", "repair", "verify"],
 }

@@ -405,7 +405,7 @@ for turn in range(300):
         text = text[:at] + piece + text[at + (length if kind == 0 else 0):]
     with open("mutated.yaml", "w") as file:
         file.write(text)
-    said, began = io.StringIO(), time.monotonic()
+    said, began = io.StringIO(), time.process_time()  # of the processor: others may keep it busy
     try:
         with contextlib.redirect_stderr(said):
             parsed = arguments.parse(["fit", "--config=mutated.yaml"])
@@ -416,7 +416,7 @@ for turn in range(300):
         assert (leaving.code, line.count("\n"), line[:-1].isprintable()) == (2, 1, True), (text, line)
         assert line.startswith("mutated.yaml"), (text, line)
         assert len(line) < 600, line
-    assert time.monotonic() - began < 1, text
+    assert time.process_time() - began < 1, text
 print("refused", refused)
 """
 

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import multiprocessing.forkserver
 import os
 import subprocess
 import tempfile
@@ -301,5 +302,10 @@ def compared(name, candidate, **options):
     """The measured peak, and that of the rank that needs most in a real fit."""
     module, batch = made(name, 2)
     found = measure(module, batch, candidate, accelerator="cpu")
-    with mock.patch.dict(os.environ, LD_PRELOAD=counting_library()):
-        return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))
+    server = multiprocessing.forkserver._forkserver  # ranks get the library of the server that forks them
+    server._stop()
+    try:
+        with mock.patch.dict(os.environ, LD_PRELOAD=counting_library()):
+            return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))
+    finally:
+        server._stop()

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Final, final
 
 from trainer_kit.core.display import in_units
-from trainer_kit.core.environment import backends
 from trainer_kit.core.errors import TrainerKitError
 
 __all__ = ["Finding", "check_disk", "check_machine", "check_shared_memory", "driver_version", "make_findings"]
@@ -153,7 +152,7 @@ def driver_version() -> str:
 def _processes() -> Iterator[Finding]:
     import torch.distributed
 
-    from trainer_kit.core.environment import Environment
+    from trainer_kit.core.environment import Environment, backends
 
     try:
         here = Environment.detect()
