@@ -477,7 +477,7 @@ def test_the_guides_commands_and_file() -> None:
         line.partition("#")[0].split()[2:] for line in blocks.splitlines() if line.startswith("trainer-kit launch")
     ]
     Path("two_gpus.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
-    assert len(calls) == 6
+    assert len(calls) == 7
     for words in calls:
         code, output = call("explain", *words)
         assert code == 0 or "than devices on this machine" in output, output

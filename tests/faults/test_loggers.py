@@ -247,7 +247,7 @@ def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
 
 
 def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, released, monkeypatch):
-    monkeypatch.setattr(delivery, "_KEPT", 4)
+    monkeypatch.setattr(delivery, "_KEPT", 40)  # the journal keeps ten times as many: all of this run
 
     def fault(name, count):
         if name == "log_metrics" and count == 3:

@@ -321,16 +321,16 @@ def test_collectives_of_data_parallel():
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp2"])
 def test_collectives_of_a_real_step(strategy):
-    """They are equal, but for two exchanges of a few numbers by which real ranks agree."""
+    """They are equal, but for up to two exchanges of a few numbers, by which real ranks agree in the counted step."""
     tried = candidate(strategy, 2)
     real = run_distributed(sent, 2, "gpt", tried, process_group=False)[0]
     found = traffic(on_cpu(*made("gpt", 2), tried))
     assert found
     for kind, axis, count, size in real:
         known, counted = found.pop((kind, axis), (0, 0))
-        agreed = 2 if kind == "all_gather" else 0
-        assert count == known + agreed
-        assert 0 <= size - counted < 200 * max(agreed, 0.01)
+        agreed = count - known
+        assert agreed in ((0, 1, 2) if kind == "all_gather" else (0,))
+        assert 0 <= size - counted <= 200 * agreed
     assert not found
 
 
@@ -484,7 +484,7 @@ def test_a_rank_is_refused(monkeypatch):
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(StrategyError, match="is a rank already"):
+        with pytest.raises(StrategyError, match="a process that is not a rank"):
             on_cpu(TinyModule(), torch.zeros(2, 32), candidate("ddp", 2))
     finally:
         dist.destroy_process_group()
