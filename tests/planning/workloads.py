@@ -306,6 +306,8 @@ def compared(name, candidate, **options):
     server._stop()
     try:
         with mock.patch.dict(os.environ, LD_PRELOAD=counting_library()):
+            # The server imports torch first; a port that is chosen before that may be taken when the ranks use it.
+            run_distributed(os.getpid, 1, process_group=False)
             return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))
     finally:
         server._stop()
