@@ -39,7 +39,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
-MAX_PACKAGE = 50_951  # docs/decisions/0137: a change that needs more raises it, and says why
+MAX_PACKAGE = 50_965  # docs/decisions/0137: a change that needs more raises it, and says why
 TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {
@@ -70,6 +70,7 @@ FOREIGN_MEMBERS = {
         frozen func get_ipython last_value lineno memfd_create name node pidfd_open ps1 reconfigure renameat2 safe_path
         sched_getaffinity sysconf target targets""",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
+        _clear_DTensor_sharding_propagator_cache
         _metadata _num_yielded _orig_mod _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param
         all_gather_single_autograd base_lrs chunks clone device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters

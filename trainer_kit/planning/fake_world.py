@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.distributed.tensor import DTensor
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.tensors import map_movable, tensors_of
@@ -46,11 +47,26 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         )
     excepthook = sys.excepthook  # torch replaces it
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    _forget_layouts()
     try:
         yield
     finally:
         dist.destroy_process_group()
+        _forget_layouts()
         sys.excepthook = excepthook
+
+
+def _forget_layouts() -> None:
+    """Empty the caches of DTensor, which hold results of operations with the mesh that this process was in.
+
+    Meshes of the same ranks are equal there, although each says which part is its own: the next rank of this process,
+    or one forked from it, would take the part of the rank that filled the cache.
+    """
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.9 has no cache in C++
+    if clear is not None:
+        clear()
 
 
 @contextmanager
