@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -444,6 +446,88 @@ def test_a_loop_with_its_own_step_count_averages_its_batches(steps):
         sgd.step()
         sgd.zero_grad()
     assert_close(weights(model), weights(alone))
+
+
+MASK = Y > -0.5
+"""The elements that count as tokens."""
+
+
+def token_loss(model, x, y):
+    return ((model(x) - y).square() * (y > -0.5)).sum()
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("way", ["accumulate", "no_sync", "weight"])
+def test_a_mean_over_the_tokens_of_a_window(way):
+    """Transformers' recipe, with windows of 3 and 1 batches: ``loss * steps * processes / tokens of the window``."""
+    plugin = GradientAccumulationPlugin(num_steps=3, fixed_divisor=way != "weight")
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data = accelerator.prepare(model, sgd, DataLoader(Uneven(), batch_size=None))
+    windows = [slice(0, 19), slice(19, 23)]
+    counts = [int(MASK[at].sum()) for at in windows]
+    if way == "no_sync":
+        batches = iter(data)
+        for size, count in zip((3, 1), counts, strict=True):
+            window = [next(batches) for _ in range(size)]
+            local = torch.tensor(sum(int((y > -0.5).sum()) for _, y in window))
+            assert accelerator.gather(local).sum() == count
+            for i, (x, y) in enumerate(window):
+                with accelerator.no_sync(model) if i < size - 1 else nullcontext():
+                    accelerator.backward(token_loss(model, x, y) * 3 * 2 / count)
+            optimizer.step()
+            optimizer.zero_grad()
+    else:
+        for i, (x, y) in enumerate(data):
+            with accelerator.accumulate(model):
+                loss = token_loss(model, x, y)
+                if way == "weight":
+                    accelerator.backward(loss, weight=int((y > -0.5).sum()))
+                else:
+                    accelerator.backward(loss * 3 * 2 / counts[i // 3])
+                optimizer.step()
+                optimizer.zero_grad()
+    alone = net()
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    for at, count in zip(windows, counts, strict=True):
+        (token_loss(alone, X[at], Y[at]) / count).backward()
+        sgd.step()
+        sgd.zero_grad()
+    assert_close(weights(model), weights(alone))
+
+
+@pytest.mark.parametrize("samples", [20, 14])
+def test_a_fixed_divisor_is_the_rule_of_accelerate(samples):
+    """Windows of two batches of 4; of 20 samples the last window has one, of 14 its last batch has two samples."""
+    plugin = GradientAccumulationPlugin(num_steps=2, fixed_divisor=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = net()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = DataLoader(TensorDataset(X[:samples], Y[:samples]), batch_size=4)
+    model, optimizer, data = accelerator.prepare(model, sgd, data)
+    for x, y in data:
+        with accelerator.accumulate(model):
+            accelerator.backward(mse(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    alone = net()
+    sgd = torch.optim.SGD(alone.parameters(), lr=0.1)
+    batches = groups_of(4, list(range(samples)))
+    for i, at in enumerate(batches, start=1):
+        (mse(alone(X[at]), Y[at]) / 2).backward()
+        if i % 2 == 0 or i == len(batches):
+            sgd.step()
+            sgd.zero_grad()
+    assert_close(weights(model), weights(alone))
+
+
+def test_a_weight_and_a_fixed_divisor_are_refused_together():
+    plugin = GradientAccumulationPlugin(num_steps=2, fixed_divisor=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = accelerator.prepare(net())
+    with accelerator.accumulate(model), pytest.raises(ConfigurationError, match="no loss has a weight"):
+        accelerator.backward(model(X).sum(), weight=N)
 
 
 @pytest.mark.world_size(2)

@@ -338,6 +338,21 @@ class Loop:
     assert "Accelerator has no 'backwards'" in found[2]
 
 
+@pytest.mark.parametrize("package", ["accelerate", "torch"])
+def test_a_loss_that_is_multiplied_by_the_number_of_steps(package: str, tmp_path: Path) -> None:
+    text = f"""
+import {package}
+size = args.batch_size * args.gradient_accumulation_steps
+loss = (loss * gradient_accumulation_steps * accelerator.num_processes) / num_items_in_batch
+outputs.loss *= args.gradient_accumulation_steps
+average = loss / gradient_accumulation_steps
+"""
+    found = report_of(text, tmp_path)
+    lines = [line.partition(":")[0] for line in found if line[0].isdigit()]
+    assert lines == (["4", "5"] if package == "accelerate" else [])
+    assert package == "torch" or "weight=tokens of the batch" in "\n".join(found)
+
+
 def test_objects_made_in_one_method_are_known_in_the_others(tmp_path: Path) -> None:
     text = """
 import accelerate

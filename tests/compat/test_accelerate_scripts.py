@@ -220,6 +220,24 @@ def test_every_difference_is_in_the_guide() -> None:
         assert any(part in statement for _, statement, _ in checks()), part
 
 
+FIXED = """
+import functools
+GradientAccumulationPlugin = functools.partial(GradientAccumulationPlugin, fixed_divisor=True)
+"""
+WINDOWS = [check for check in checks() if "opt_and_scheduler" in check[1] and check[2] == 2]
+
+
+@pytest.mark.parametrize("check", WINDOWS, ids=name_of)
+def test_short_windows_of_accelerate_with_a_fixed_divisor(
+    check: tuple[str, str, int], scripts: Path, programs: Any
+) -> None:
+    script, statement, count = check
+    ended = programs.run_ranks(count, scripts / "driver.py", script, prelude(script) + FIXED + statement, timeout=60)
+    assert all(each.returncode == 0 and each.stdout.endswith("passed\n") for each in ended), [
+        each.stdout[-2000:] + each.stderr[-4000:] for each in ended
+    ]
+
+
 @pytest.mark.parametrize("check", checks(), ids=name_of)
 def test_a_check_of_accelerate(check: tuple[str, str, int], scripts: Path, programs: Any) -> None:
     script, statement, count = check

@@ -53,6 +53,7 @@ class Accumulation:
         losses: the group over which gradients are averaged: ``data``, and processes that compute parts of one batch.
         sync_with_dataloader: whether the last batch of a loader ends a window.
         adjust_scheduler: whether schedulers count the calls inside a window.
+        fixed_divisor: whether each loss is divided by ``steps``, and gradients are not corrected.
         quiet: returns the context in which models do not exchange gradients.
         complete: the strategy's function after the last backward of a window; returns the gradients in place.
 
@@ -75,6 +76,7 @@ class Accumulation:
         losses: Group,
         sync_with_dataloader: bool = True,
         adjust_scheduler: bool = True,
+        fixed_divisor: bool = False,
         quiet: Callable[..., AbstractContextManager[None]] | None = None,
         complete: Callable[[Optimizer], list[Tensor]] | None = None,
     ) -> None:
@@ -83,6 +85,7 @@ class Accumulation:
         self.losses = losses
         self.sync_with_dataloader = sync_with_dataloader
         self.adjust_scheduler = adjust_scheduler
+        self.fixed_divisor = fixed_divisor
         self.sync = True
         self.batches: Batches | None = None
         self.reading: list[Batches] = []
@@ -157,12 +160,16 @@ class Accumulation:
 
         Raises:
             ConfigurationError: two losses of one batch have different weights, or only some losses have a weight.
+                With ``fixed_divisor``: a loss has a weight.
         """
         inside = self._inside
         self._reached = self.turn
         self.ahead = False
         if weight is not None:
             return self._scale_sum(loss, float(weight))
+        if self.fixed_divisor:
+            self._reference = float(self.steps)
+            return loss if self.steps == 1 else loss / self.steps
         if self._explicit and (inside or not self._done):
             raise ConfigurationError(
                 "this loss has no weight, but others of this step have one",
@@ -192,6 +199,12 @@ class Accumulation:
         return loss if factor == 1.0 else loss * factor
 
     def _scale_sum(self, loss: Tensor, weight: float) -> Tensor:
+        if self.fixed_divisor:
+            raise ConfigurationError(
+                "with a fixed divisor no loss has a weight",
+                found="backward(loss, weight=...) and GradientAccumulationPlugin(fixed_divisor=True)",
+                fix="leave one of them out; weight= gives the mean over all tokens, in short windows too",
+            )
         if not self._inside and self._done:
             self._begin()
         if self._reference is not None and not self._explicit:

@@ -275,6 +275,7 @@ def made_accumulation(
         strategy.losses,
         sync_with_dataloader=plugin.sync_with_dataloader,
         adjust_scheduler=plugin.adjust_scheduler,
+        fixed_divisor=plugin.fixed_divisor,
         quiet=without_exchange if strategy.world.size > 1 and not plugin.sync_each_batch else None,
         complete=strategy.complete_gradients if strategy.completes_gradients else None,
     )

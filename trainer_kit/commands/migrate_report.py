@@ -49,6 +49,11 @@ _AS_PICKLE: Final = Answer(
     "torch.load reads no checkpoint directory",
     "load_from_checkpoint(path), or trainer_kit.checkpoint.read_weights(path) for the state_dict alone",
 )
+_STEPS_IN_LOSS: Final = Answer(
+    "weights",
+    "gradient_accumulation_steps in a loss cancels the divisor of Accelerate; a short last window has another one here",
+    "backward(sum of the losses, weight=tokens of the batch), or GradientAccumulationPlugin(fixed_divisor=True)",
+)
 _VERSION: Final = Answer(
     "version",
     "this becomes the version of trainer_kit",
@@ -403,6 +408,23 @@ class _Reader(ast.NodeVisitor):
                 problem = f"{name}({first.value!r}) asks for the other library"
                 self._report(node, Answer("probe", problem, "leave it out"))
         self.generic_visit(node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> None:
+        if isinstance(node.op, ast.Mult):
+            self._check_product(node, node.left, node.right)
+        self.generic_visit(node)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        if isinstance(node.op, ast.Mult):
+            self._check_product(node, node.target, node.value)
+        self.generic_visit(node)
+
+    def _check_product(self, node: ast.stmt | ast.expr, *factors: ast.expr) -> None:
+        """Report a loss that is multiplied by the number of micro-batches, in a script for Accelerate."""
+        names = [(dotted(one) or "").rpartition(".")[2] for one in factors]
+        accelerates = any(old.partition(".")[0] == "accelerate" for old in self._source.bound.values())
+        if accelerates and "gradient_accumulation_steps" in names and any(name.endswith("loss") for name in names):
+            self._report(node, _STEPS_IN_LOSS)
 
     def visit_Expr(self, node: ast.Expr) -> None:
         if not isinstance(node.value, ast.Constant):  # a docstring

@@ -491,12 +491,16 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: let schedulers count the calls inside a window.
         sync_with_dataloader: end a window at the last batch of a loader.
         sync_each_batch: synchronise gradients after each batch: more traffic, less memory.
+        fixed_divisor: divide each loss by ``num_steps`` and correct nothing, as Accelerate does: for losses that the
+            script multiplies by ``num_steps`` and divides by the tokens of the whole window. False: the gradient is
+            the mean over the samples of the window.
     """
 
     num_steps: int = 1
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    fixed_divisor: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
