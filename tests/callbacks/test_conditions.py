@@ -1,8 +1,9 @@
 import pytest
 
 from tests.callbacks.fits import fit
-from trainer_kit.callbacks import LambdaCallback
+from trainer_kit.callbacks import GradientAccumulation, HealthCheck, LambdaCallback, ModelCheckpoint
 from trainer_kit.callbacks.conditions import following, in_run, the_only
+from trainer_kit.callbacks.lambda_callback import FunctionCallback
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.progress import Duration
 
@@ -30,3 +31,30 @@ def test_only_one_interval():
     assert the_only(a=(0, "s")) == Duration(0, "s")
     with pytest.raises(ConfigurationError, match="a=1st, b=2ep"):
         the_only(a=(1, "st"), b=(2, "ep"))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: HealthCheck(every="3tok"),
+        lambda: ModelCheckpoint(every_n_train_steps="3tok"),
+        lambda: ModelCheckpoint(every_n_epochs="3tok"),
+        lambda: FunctionCallback("train_step_end", lambda trainer, module: None, every="3tok"),
+        lambda: GradientAccumulation("3tok"),
+    ],
+)
+def test_an_interval_of_tokens_needs_their_count(make):
+    began = LambdaCallback(on_train_start=lambda trainer, module: pytest.fail("training began"))
+    with pytest.raises(ConfigurationError, match="the number of tokens is unknown") as problem:
+        fit(make(), began, batches=2)
+    assert "'3tok', and Scripted has no loss_weight" in problem.value.found
+
+
+def test_counted_tokens_are_an_interval():
+    seen = []
+    fit(
+        FunctionCallback("train_step_end", lambda trainer, module: seen.append(trainer.global_step), "6tok"),
+        batches=4,
+        tokens=3,
+    )
+    assert seen == [2, 4]

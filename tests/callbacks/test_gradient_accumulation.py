@@ -127,5 +127,5 @@ def test_not_in_manual_optimization():
 
 
 def test_a_target_in_tokens_without_loss_weight():
-    with pytest.raises(ConfigurationError, match="loss_weight is not defined"):
+    with pytest.raises(ConfigurationError, match="has no loss_weight"):
         fit(GradientAccumulation("1e6tok"))

@@ -6,14 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
-from lightning_utilities.core.overrides import is_overridden
-
 from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
+from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["GradientAccumulation", "GradientAccumulationScheduler"]
 
@@ -113,13 +111,7 @@ class GradientAccumulation(Callback):
                 found="automatic_optimization = False",
                 fix="step the optimizers every n batches in training_step, without this callback",
             )
-        counts = self.target is None or self.target.unit == "sp" or is_overridden("loss_weight", module, TrainModule)
-        if not counts:
-            raise ConfigurationError(
-                f"the module does not count the tokens for a target of {self.target}",
-                found="loss_weight is not defined",
-                fix="def loss_weight(self, batch): return the number of tokens in batch",
-            )
+        check_tokens("accumulate_grad_batches", self.target, module)
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self.target is not None:

@@ -11,6 +11,7 @@ from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.health.machine import check_disk, check_shared_memory, make_findings
 from trainer_kit.health.survey import Survey, survey
+from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["HealthCheck"]
 
@@ -59,6 +60,7 @@ class HealthCheck(Callback):
 
     def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
         if stage == "fit":
+            check_tokens("every", self.every, module)
             self.last = None
 
     def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:

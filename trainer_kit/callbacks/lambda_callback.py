@@ -14,6 +14,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import takes
+from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["FunctionCallback", "LambdaCallback"]
 
@@ -135,6 +136,7 @@ class FunctionCallback(Callback):
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self.every is not None:
+            check_tokens("every", self.every, module)
             every = in_run(self.every, trainer)
             self._counter, self._length = every.counter, every.value
             if not self._restored:

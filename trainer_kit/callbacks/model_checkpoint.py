@@ -29,6 +29,7 @@ from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
 from trainer_kit.core.tensors import are_finite
+from trainer_kit.step.schedule import check_tokens
 
 __all__ = ["ModelCheckpoint"]
 
@@ -281,6 +282,7 @@ class ModelCheckpoint(Callback):
             self._waiting, self._validated_step = False, 0
         if self._every is None:
             return
+        check_tokens("interval", self._every, module)
         progress, every = trainer.progress, in_run(self._every, trainer)
         if self._timed:
             # Clocks differ: ranks compare them only at steps that all ranks know.

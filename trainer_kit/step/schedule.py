@@ -5,13 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import Any, Final, final
 
+from lightning_utilities.core.overrides import is_overridden
+
+from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration, Progress
 
-__all__ = ["LONGEST", "Interval", "Schedule"]
+__all__ = ["LONGEST", "Interval", "Schedule", "check_tokens"]
 
 LONGEST: Final = 256  # steps between two looks, whatever else is due: kept losses must not pile up
+
+
+def check_tokens(argument: str, length: Any, module: Any) -> None:
+    """Raise `ConfigurationError` for a duration in tokens if the module does not count them: it would never end.
+
+    Args:
+        argument: what the user set to ``length``, for the message.
+        length: a `Duration`; anything else is accepted.
+        module: counts tokens by ``loss_weight``.
+    """
+    if isinstance(length, Duration) and length.unit == "tok" and not is_overridden("loss_weight", module, TrainModule):
+        raise ConfigurationError(
+            "the number of tokens is unknown",
+            found=f"{argument}={str(length)!r}, and {type(module).__name__} has no loss_weight",
+            fix="def loss_weight(self, batch): return the number of tokens in batch",
+        )
 
 
 @final

@@ -39,7 +39,7 @@ from trainer_kit.step.optimize import ManualStepper, Stepper
 from trainer_kit.step.optimizers import LRSchedulerConfig, Optimizers, check_parameters, configure_optimizers
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
-from trainer_kit.step.schedule import Interval, Schedule
+from trainer_kit.step.schedule import Interval, Schedule, check_tokens
 from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
@@ -522,14 +522,8 @@ def _validation(trainer: Session, module: Any, datamodule: Any, val_loaders: Any
 
 
 def _check_tokens(settings: Settings, module: Any) -> None:
-    for name, length in (("max_duration", settings.max_duration), ("val_check_interval", settings.validate_every)):
-        counts = is_overridden("loss_weight", module, TrainModule) and settings.loss_weighting
-        if isinstance(length, Duration) and length.unit == "tok" and not counts:
-            raise ConfigurationError(
-                "the number of tokens is unknown",
-                found=f"{name}={str(length)!r}, and {type(module).__name__} has no loss_weight",
-                fix="def loss_weight(self, batch): return the number of tokens in batch",
-            )
+    check_tokens("max_duration", settings.max_duration, module)
+    check_tokens("val_check_interval", settings.validate_every, module)
 
 
 def _schedule(settings: Settings, batches: int | None, validation: Evaluation | None, world: int) -> Schedule:
