@@ -293,3 +293,52 @@ def test_debug_mode_reports_the_shapes_of_each_process():
         "loader: ",
     ):
         assert line in said, said
+
+
+def test_backward_of_the_loss_inside_a_window_is_reported(capsys):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            model(X).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    printed = capsys.readouterr()
+    assert (printed.out + printed.err).count("the gradients of 2 micro-batches are summed, not averaged") == 1
+    assert "in place of accelerator.backward(loss)" in printed.out + printed.err
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_a_step_inside_a_window_that_no_context_marks_is_reported(wrong, capsys):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    for turn in range(6):
+        accelerator.backward(model(X).mean())
+        if wrong or turn % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    printed = "".join(capsys.readouterr())
+    assert printed.count("gradient_accumulation_steps=2 divides each loss, and an optimizer steps after 1") == wrong
+    assert printed.count("accumulate") == wrong
+
+
+def test_windows_that_are_right_print_nothing(capsys):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(3, 1)
+    model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(TensorDataset(X), batch_size=8))
+    for (x,) in loader:  # shorter than a window
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    accelerator.backward(model(X).sum(), weight=len(X))  # a sum is divided by its weight, not by the micro-batches
+    optimizer.step()
+    accelerator.gradient_accumulation_steps = 1
+    model(X).mean().backward()
+    optimizer.step()
+    assert "".join(capsys.readouterr()) == ""

@@ -251,6 +251,16 @@ class Accumulation:
         """Whether `scale` was called since the window began."""
         return self._reference is not None
 
+    @property
+    def count(self) -> int:
+        """Micro-batches since the window began; 0 in a loop without `accumulate`."""
+        return self._count
+
+    @property
+    def divides(self) -> bool:
+        """Whether `scale` has divided a loss by the number of micro-batches of a window."""
+        return self.began and self.steps > 1 and not self._explicit
+
     def correct(self, optimizer: Optimizer) -> None:
         """Correct an optimizer's complete gradients for the weights of the window; once per window.
 

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.precision.native import has_gradients
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["LoopChecks"]
@@ -161,11 +162,15 @@ class LoopChecks:
     def step(self, optimizer: Optimizer) -> None:
         """Check a prepared optimizer at its first step.
 
+        Args:
+            optimizer: the user's own.
+
         Raises:
             RankError: none of its parameters belongs to a prepared model, so each process would train its own weights.
         """
         mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         self._prepared |= mine
+        self._check_average(optimizer)
         if self._world.size == 1:
             return
         if not any(id(parameter) in mine for model in self._models for parameter in model.parameters()):
@@ -173,6 +178,22 @@ class LoopChecks:
                 "an optimizer was prepared, and its model was not: every process would train its own",
                 found=f"{type(optimizer).__name__} on {self._world.size} processes",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
+            )
+
+    def _check_average(self, optimizer: Optimizer) -> None:
+        """Print a line if the gradients of the first step are not the mean of its micro-batches."""
+        window = self._window
+        if window.turn:
+            if not window.began and window.count > 1 and has_gradients(optimizer):
+                self._say(
+                    f"the gradients of {window.count} micro-batches are summed, not averaged: loss.backward() was "
+                    "called in place of accelerator.backward(loss)"
+                )
+        elif window.divides and 0 < self._looks < window.steps:
+            self._say(
+                f"gradient_accumulation_steps={window.steps} divides each loss, and an optimizer steps after "
+                f"{self._looks}: wrap the loop's body in `with accelerator.accumulate(model):`, or step after "
+                f"{window.steps} micro-batches"
             )
 
 
