@@ -325,6 +325,16 @@ def test_manual_optimization_steps_as_one_process() -> None:
                 torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=1e-12)
 
 
+def another_unit_on_rank_one(module: Any, mesh: Any) -> None:
+    if dist.get_rank() == 1:
+        fully_shard(module.net[0], mesh=mesh["data_parallel"])
+    whole_module(module, mesh)
+
+
+def another_layer_on_rank_one(module: Any, mesh: Any) -> None:
+    fully_shard(module.net[3 if dist.get_rank() else 0], mesh=mesh["data_parallel"])
+
+
 @pytest.mark.slow
 @pytest.mark.world_size(2, timeout=240)
 def test_what_is_refused_before_the_first_step() -> None:
@@ -337,12 +347,37 @@ def test_what_is_refused_before_the_first_step() -> None:
         (Divided(lambda *_: None), 2, r"found: net.0.weight, net.0.bias, net.3.weight and 1 more\n"),
         (Divided(other_mesh), 1, r"a mesh that is not this strategy's\n  found: net.0.weight, net.0.bias\n"),
         (MadeInside(bare, "meta"), 1, r"no way to give(.|\n)*net.4 without reset_parameters\n  fix:   define reset_"),
+        (
+            Divided(another_unit_on_rank_one),
+            2,
+            r"in different ways\n  found: net.0: nothing on rank 0, a unit of",
+        ),
+        (Divided(another_layer_on_rank_one), 2, r"in different ways\n  found: net.0: a unit .* on rank 0, nothing on"),
         (ByHand(whole_module), 2, r"sharded as a whole\n  found: fully_shard\(self"),
         (Undivided(), 1, r"found: Undivided has no configure_model\n  fix:   call parallelize_module"),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))
         with pytest.raises(StrategyError, match=message):
             train(module, data(8, 4 // ranks), strategy=strategy, devices=2)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2, timeout=240)
+def test_explain_shows_what_a_rank_holds_and_sends() -> None:
+    whole = sum(p.numel() for p in Divided().parameters()) * 8
+    for divide, ranks, sent in (
+        (tensor_parallel, 1, "activations of divided layers: among 2 tensor ranks"),
+        (whole_module, 2, "gradients: reduce-scatter over 2 data ranks"),
+    ):
+        strategy = ModelParallelStrategy(**sizes_of(ranks))
+        trainer = train(module := Divided(divide), data(8, 4 // ranks), max_epochs=1, strategy=strategy, devices=2)
+        costs = strategy.costs(module, trainer.precision, 2)
+        assert costs.parameters == costs.gradients
+        assert whole / 2 <= costs.parameters <= whole / 2 + 64
+        assert sent in "\n".join(costs.exchanges)
+        before = strategy.costs(Divided(), trainer.precision, 2)
+        assert before.parameters is None
+        assert "known when a run has divided" in before.layout
 
 
 def test_sizes_are_checked_before_anything_starts() -> None:

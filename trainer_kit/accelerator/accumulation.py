@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.tensors import local
 from trainer_kit.precision.native import has_gradients
+from trainer_kit.strategies.gradients import local_gradients
 
 __all__ = ["Accumulation", "Batches", "GradientState"]
 
@@ -291,8 +291,7 @@ class Accumulation:
             raise ConfigurationError("the weights of a step sum to zero or less", found=f"sum of weights {found:g}")
         self.corrected.add(optimizer)
         if gradients is None:
-            everything = [p.grad for group in optimizer.param_groups for p in group["params"]]
-            gradients = [local(gradient) for gradient in everything if gradient is not None]
+            gradients = local_gradients(optimizer)
         if gradients:
             torch._foreach_mul_(gradients, self._expected / found)
 

@@ -8,12 +8,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import local
 
-__all__ = ["clip_gradients", "clip_parts", "clip_sharded_gradients", "spread_overflow", "total_norm"]
+__all__ = [
+    "clip_gradients",
+    "clip_parts",
+    "clip_sharded_gradients",
+    "local_gradients",
+    "spread_overflow",
+    "total_norm",
+]
+
+
+def local_gradients(optimizer: Optimizer) -> list[Tensor]:
+    """This rank's parts of the gradients that an optimizer steps."""
+    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    return [local(gradient) for gradient in gradients if gradient is not None]
 
 
 def clip_gradients(

@@ -20,10 +20,9 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, abandon, resharding, sharded_units
-from trainer_kit.strategies.gradients import clip_sharded_gradients, spread_overflow
+from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients, spread_overflow
 from trainer_kit.strategies.mesh_layout import (
     AXES,
     MeshGroups,
@@ -333,8 +332,7 @@ class MeshStrategy(Strategy):
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish a window of a raw loop; return this rank's shards of the gradients."""
         self._complete()
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        return [local(gradient) for gradient in gradients if gradient is not None]
+        return local_gradients(optimizer)
 
     def _complete(self) -> None:
         complete_gradients(self._summed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, Final, Literal, final
 
@@ -17,15 +18,15 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.collective_errors import fail_together
+from trainer_kit.core.costs import Costs, held
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, sharded_units
-from trainer_kit.strategies.gradients import clip_sharded_gradients
-from trainer_kit.strategies.mesh_layout import parameters_held
+from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients
+from trainer_kit.strategies.mesh_layout import axes_in_words, parameters_held
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     borrowed_buffers,
@@ -33,7 +34,14 @@ from trainer_kit.strategies.process_group import (
     join_world,
     once_a_world,
 )
-from trainer_kit.strategies.rank_sync import InitialWeights, agree_on_rng, built_once, empty, with_equal_rng
+from trainer_kit.strategies.rank_sync import (
+    InitialWeights,
+    agree_on_rng,
+    built_once,
+    compare_models,
+    empty,
+    with_equal_rng,
+)
 from trainer_kit.strategies.state import refuse_whole, step_by_kind
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.tensor import check_whole_parameters, complete_gradients, whole_outputs
@@ -196,6 +204,12 @@ class ModelParallelStrategy(Strategy):
         else:  # the user's code may also set weights, so it gets values
             weights.hand_out(module, torch.device("cpu"), torch.device("cpu"))
         yield
+        compare_models(
+            _layout(module),
+            self.world,
+            "the ranks divided the module in different ways",
+            "divide the same layers on every rank, regardless of the rank",
+        )
         fail_together(self.world, lambda: weights.reset(module))
         weights.hand_out(module, self.device, self.device)
         module.to(self.device)
@@ -313,8 +327,7 @@ class ModelParallelStrategy(Strategy):
     def complete_gradients(self, optimizer: Optimizer) -> list[Tensor]:
         """Finish a window of a raw loop; return this rank's shards of the gradients."""
         self._complete()
-        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
-        return [local(gradient) for gradient in gradients if gradient is not None]
+        return local_gradients(optimizer)
 
     def _complete(self) -> None:
         complete_gradients(self._summed)
@@ -335,12 +348,43 @@ class ModelParallelStrategy(Strategy):
         """A context with rank 0's running statistics on all ranks, as checkpoints hold them."""
         return borrowed_buffers(module, self.world)
 
+    def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
+        """This rank's parts, once ``configure_model`` has divided the module."""
+        sizes = self.places(ranks)
+        layout, sent = f"{axes_in_words(sizes)}, divided by the module", []
+        tensor, shards = sizes[_TENSOR], sizes[_DATA]
+        if tensor > 1:
+            sent = [f"activations of divided layers: among {tensor} tensor ranks, forward and backward"]
+        if shards > 1:
+            sent += [
+                f"parameters: all-gather over {shards} data ranks for each forward, for backward where released",
+                f"gradients: reduce-scatter over {shards} data ranks",
+            ]
+        if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            return held(module, f"{layout}; {parameters_held([module])}", sent)
+        if ranks > 1:
+            layout += "; how much is known when a run has divided the module"
+            return replace(held(module, layout, sent), parameters=None, gradients=None)
+        return held(module, layout, sent)
+
     def describe(self) -> str:
         """One line for ``explain()``."""
         sizes = dict(zip(_AXES, self.mesh.shape, strict=True)) if self.started else self._sizes
         axes = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
         held = f"; {parameters_held(self._modules)}" if self._modules else ""
         return f"divided by the module ({axes}) on {self.device.type}{held}"
+
+
+def _layout(module: nn.Module) -> dict[str, str]:
+    """How each parameter is divided, and the parts that ``fully_shard`` gathers together, by name."""
+    found = {name: "a unit of fully_shard" for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, DTensor):
+            axes = ", ".join(parameter.device_mesh.mesh_dim_names or ())
+            found[name] = f"{list(parameter.shape)} as {parameter.placements} over {axes or 'a mesh without names'}"
+        else:
+            found[name] = f"{list(parameter.shape)} whole"
+    return found
 
 
 def _some(names: Sequence[str], most: int = 3) -> str:

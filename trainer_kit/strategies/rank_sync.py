@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, final
@@ -18,7 +18,7 @@ from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.tensors import state_name
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["InitialWeights", "agree_on_rng", "built_once", "digest", "empty", "with_equal_rng"]
+__all__ = ["InitialWeights", "agree_on_rng", "built_once", "compare_models", "digest", "empty", "with_equal_rng"]
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class InitialWeights:
             if first[id(tensor)] == name:
                 found[name] = tensor.detach()
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-        _compare({name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()}, group)
+        compare_models({name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()}, group)
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
         self._shapes = {name: shape for name, shape in shapes.items() if name not in empty}
         self._whole = {name: found[name] for name in self._shapes} if group.rank == 0 else {}
@@ -154,17 +154,32 @@ class InitialWeights:
                     own.detach().copy_(part_of(whole, own))
 
 
-def _compare(mine: dict[str, str], group: Group) -> None:
-    """Refuse, on every rank, models whose tensors differ in shape or dtype."""
+def compare_models(
+    mine: Mapping[str, str],
+    group: Group,
+    problem: str = "the ranks built different models",
+    fix: str = "build the same model on every rank, regardless of the rank and its data",
+) -> None:
+    """Refuse, on every rank, models that differ from rank to rank; a collective call.
+
+    Args:
+        mine: of this rank's model: by the name of a tensor or a part, what has to be equal.
+        group: the ranks that are compared.
+        problem: of the error.
+        fix: of the error.
+
+    Raises:
+        StrategyError: on every rank; it names the first difference.
+    """
     if len({row[0] for row in group.agree([zlib.crc32(repr(mine).encode())])}) == 1:
         return
     first, *others = group.all_gather_object(mine)
     rank, theirs = next((rank, one) for rank, one in enumerate(others, 1) if one != first)
     name = next(name for name in {**first, **theirs} if first.get(name) != theirs.get(name))
     raise StrategyError(
-        "the ranks built different models",
+        problem,
         found=f"{name}: {first.get(name, 'nothing')} on rank 0, {theirs.get(name, 'nothing')} on rank {rank}",
-        fix="build the same model on every rank, regardless of the rank and its data",
+        fix=fix,
     )
 
 
