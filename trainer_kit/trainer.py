@@ -5,6 +5,9 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
 from trainer_kit.build import (
@@ -29,10 +32,12 @@ from trainer_kit.core.location import locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import Logger
 from trainer_kit.hang.hang_timeout import chosen_timeout
+from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.precision.precision import Precision
 from trainer_kit.report.trainer_report import TrainerReport
-from trainer_kit.step.evaluate import evaluate, predict
+from trainer_kit.step.evaluate import Evaluation, evaluate, predict
 from trainer_kit.step.requests import listening
+from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.entry_points import EntryPoint, run_on_processes
@@ -40,7 +45,6 @@ from trainer_kit.training.explain import draw, explain, show_results
 from trainer_kit.training.fit import fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import check_switches, make_settings, plain_arguments
-from trainer_kit.training.watched import watched_evaluation, watched_fit
 
 if TYPE_CHECKING:
     from trainer_kit.planning.plan import Plan
@@ -314,7 +318,7 @@ class Trainer(Session):
         ):
             run = entry.compose_fit(val_dataloaders, ckpt_path, load_weights_only)
             report.begin(entry.module)
-            with listening(self.requests), watched_fit(self, run, self.hang_timeout):
+            with listening(self.requests), _watched_fit(self, run, self.hang_timeout):
                 fit(run)
             entry.finish()
 
@@ -388,7 +392,7 @@ class Trainer(Session):
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
             run = entry.compose_evaluation(ckpt_path)
-            with watched_evaluation(self, run, self.hang_timeout):
+            with _watched_evaluation(self, run, self.hang_timeout):
                 outputs = predict(run, return_predictions)
         return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
 
@@ -411,7 +415,7 @@ class Trainer(Session):
         ):
             run = entry.compose_evaluation(ckpt_path)
             report.begin(entry.module)
-            with watched_evaluation(self, run, self.hang_timeout):
+            with _watched_evaluation(self, run, self.hang_timeout):
                 reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
             shared = reduced.by_loader.get(None, {})
@@ -612,3 +616,39 @@ def _wanted(name: str, value: bool | None, off: bool) -> bool:
     if off and value and name != "enable_progress_bar":
         raise ConfigurationError(f"{name}=True contradicts barebones or fast_dev_run", fix="leave one of them out")
     return not off if value is None else value and not off
+
+
+def _watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractContextManager[None]:
+    """A context in which a thread ends this process if the fit hangs.
+
+    Args:
+        trainer: has the run's directory.
+        run: the fit whose progress is watched.
+        timeout: see `trainer_kit.hang.hang_timeout.chosen_timeout`.
+    """
+    progress, world = run.progress, run.strategy.world
+
+    def position() -> tuple[int, Any]:
+        return progress.step, (progress.batch, progress.epoch)
+
+    return hang_watchdog(
+        world.rank, world.size, timeout, position, lambda: _directory(trainer), note=partial(trainer.note, "hang")
+    )
+
+
+def _watched_evaluation(trainer: Session, run: Evaluation, timeout: float | None) -> AbstractContextManager[None]:
+    """`_watched_fit` for ``validate``, ``test`` and ``predict``."""
+    world = run.strategy.world
+
+    def position() -> tuple[int, Any]:
+        return run.batches, None
+
+    return hang_watchdog(
+        *(world.rank, world.size, timeout, position, lambda: _directory(trainer)),
+        unit="batch",
+        note=partial(trainer.note, "hang"),
+    )
+
+
+def _directory(trainer: Session) -> Path | None:
+    return None if trainer.settings.fast else trainer.run_dir

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from trainer_kit import Accelerator, DataLoaderConfiguration, PartialState, gather_object, skip_first_batches
-from trainer_kit.accelerator.samplers import BatchSamplerShard
+from trainer_kit.accelerator.loader import BatchSamplerShard
 from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 

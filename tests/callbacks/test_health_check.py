@@ -17,7 +17,7 @@ from tests.calls import python_calls
 from tests.parity.plain import Batch, Classifier, assert_same, ddp, make_batches, make_net, train
 from trainer_kit.callbacks import HealthCheck, ModelCheckpoint
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.health import measure
+from trainer_kit.health import survey as surveys
 from trainer_kit.health.survey import survey
 
 QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
@@ -26,7 +26,7 @@ RUN = {**QUIET, "enable_checkpointing": False}
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_REPEATS", dict.fromkeys(measure._REPEATS, 1))
+    monkeypatch.setattr(surveys, "_REPEATS", dict.fromkeys(surveys._REPEATS, 1))
 
 
 class Watched(Classifier):
@@ -91,13 +91,13 @@ def test_training_is_the_same_on_two_ranks_and_a_slow_one_is_named() -> None:
     modules = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         if torch.distributed.get_rank() == 1:
-            prepare = measure._gemm
+            prepare = surveys._gemm
 
             def larger(device: torch.device) -> Any:
                 work, amount = prepare(device)
                 return lambda: [work() for _ in range(16)], amount
 
-            monkeypatch.setattr(measure, "_gemm", larger)
+            monkeypatch.setattr(surveys, "_gemm", larger)
         for callbacks in ([HealthCheck(every="2ba")], []):
             torch.manual_seed(3)
             module = Watched()

@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from tests.ports import free_port
 from trainer_kit.commands.main import main
-from trainer_kit.health import measure, survey
+from trainer_kit.health import survey
 
 command = importlib.import_module("trainer_kit.commands.doctor")
 
@@ -146,7 +146,7 @@ def test_it_starts_ranks_and_compares_them(monkeypatch, tmp_path):
     assert [rank["rank"] for rank in found["ranks"]] == [0, 1]
     assert all(set(rank["speeds"]) >= {"GEMM", "memory", "all-reduce"} for rank in found["ranks"])
     assert "disk" not in found["ranks"][1]["speeds"], "once for each machine"
-    versions = measure.versions
+    versions = survey.versions
     monkeypatch.setattr(
         survey, "versions", lambda device: {**versions(device), "torch": "1." + os.environ.get("RANK", "")}
     )

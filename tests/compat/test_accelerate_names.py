@@ -20,7 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDa
 
 import trainer_kit as tk
 from trainer_kit import Accelerator, PartialState
-from trainer_kit.accelerator import samplers, script_names
+from trainer_kit.accelerator import loader as loaders
+from trainer_kit.accelerator import script_names
 from trainer_kit.accelerator.accelerator import forget_newest
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.trackers import LoggerTracker
@@ -422,7 +423,7 @@ def test_trackers_by_name(tmp_path: Path) -> None:
 def test_shares_of_samplers_and_streams() -> None:
     def shares(total: int, **options: Any) -> list[list[list[int]]]:
         sampler = BatchSampler(range(total), options.pop("batch_size", 2), options.pop("drop_last", False))
-        made = [samplers.BatchSamplerShard(sampler, 2, rank, **options) for rank in (0, 1)]
+        made = [loaders.BatchSamplerShard(sampler, 2, rank, **options) for rank in (0, 1)]
         found = [list(one) for one in made]
         assert [len(one) for one in found] == [len(one) for one in made]
         return found
@@ -434,7 +435,7 @@ def test_shares_of_samplers_and_streams() -> None:
     assert shares(0) == [[], []]
     with pytest.raises(ConfigurationError, match="batch_size=3 over 2"):
         shares(3, batch_size=3, split_batches=True)
-    stream = samplers.IterableDatasetShard(range(5), 2, num_processes=2, process_index=1)
+    stream = loaders.IterableDatasetShard(range(5), 2, num_processes=2, process_index=1)
     assert list(DataLoader(stream, batch_size=2))[1].tolist() == [1, 2]
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from tests.mounts import mounted
-from trainer_kit.health import machine, measure
+from trainer_kit.health import machine
+from trainer_kit.health import survey as surveys
 from trainer_kit.health.machine import Finding, check_disk, check_shared_memory
 from trainer_kit.health.survey import RankHealth, Survey, slow_ranks, survey
 from trainer_kit.strategies.process_group import ProcessGroup
@@ -29,18 +30,18 @@ CPU = torch.device("cpu")
 
 def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local work is measured in seconds of this thread on a core, which other processes do not lengthen."""
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=time.thread_time, time=time.time))
+    monkeypatch.setattr(surveys, "time", SimpleNamespace(perf_counter=time.thread_time, time=time.time))
 
 
 def times(monkeypatch: pytest.MonkeyPatch, name: str, factor: int) -> None:
     """Make the work really ``factor`` times as large, without the measurement knowing."""
-    prepare: Callable[[torch.device], tuple[Callable[[], object], float]] = getattr(measure, name)
+    prepare: Callable[[torch.device], tuple[Callable[[], object], float]] = getattr(surveys, name)
 
     def larger(device: torch.device) -> tuple[Callable[[], object], float]:
         work, amount = prepare(device)
         return lambda: [work() for _ in range(factor)], amount
 
-    monkeypatch.setattr(measure, name, larger)
+    monkeypatch.setattr(surveys, name, larger)
 
 
 def slow_link(monkeypatch: pytest.MonkeyPatch, slow: int, factor: int) -> None:
@@ -62,7 +63,7 @@ def slow_link(monkeypatch: pytest.MonkeyPatch, slow: int, factor: int) -> None:
 
         return work
 
-    monkeypatch.setattr(measure, "_shift", shift)
+    monkeypatch.setattr(surveys, "_shift", shift)
 
 
 def about(made: Survey, subject: str) -> list[str]:
@@ -109,16 +110,16 @@ def test_of_a_slow_link_the_rank_is_named_that_is_slow_with_every_partner() -> N
 def test_clocks_and_versions_that_differ() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         group = ProcessGroup(CPU)
-        offsets = measure.clock_offsets(group)
+        offsets = surveys.clock_offsets(group)
         assert offsets[0] == (0.0, 0.0)
         low, high = offsets[1]
         assert low <= 0 <= high, "one clock: no load can move the bounds past the truth"
         if group.rank == 1:
             ahead = SimpleNamespace(time=lambda: time.time() + 90, perf_counter=time.perf_counter)
-            monkeypatch.setattr(measure, "time", ahead)
-            monkeypatch.setattr(measure.platform, "python_version", lambda: "2.7.18")
-            monkeypatch.setattr(measure.torch, "__version__", "1.13.1")
-        low, high = measure.clock_offsets(group)[1]
+            monkeypatch.setattr(surveys, "time", ahead)
+            monkeypatch.setattr(surveys.platform, "python_version", lambda: "2.7.18")
+            monkeypatch.setattr(surveys.torch, "__version__", "1.13.1")
+        low, high = surveys.clock_offsets(group)[1]
         assert low <= 90 <= high
         made = survey(group, CPU, None)
         (clock,) = about(made, "clocks")
@@ -137,7 +138,7 @@ def test_clocks_and_versions_that_differ() -> None:
 def test_a_full_disk_is_found_on_the_machine_that_has_it(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         group = ProcessGroup(CPU)
-        monkeypatch.setattr(measure, "_REPEATS", dict.fromkeys(measure._REPEATS, 1))
+        monkeypatch.setattr(surveys, "_REPEATS", dict.fromkeys(surveys._REPEATS, 1))
         named = f"machine-{group.rank}"
         monkeypatch.setattr("trainer_kit.health.survey.socket", SimpleNamespace(gethostname=lambda: named))
 
@@ -145,7 +146,7 @@ def test_a_full_disk_is_found_on_the_machine_that_has_it(tmp_path: Path) -> None
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
         if group.rank == 1:
-            monkeypatch.setattr(measure.os, "fsync", full)
+            monkeypatch.setattr(surveys.os, "fsync", full)
         made = survey(group, CPU, tmp_path)
         (text,) = about(made, "disk")
         assert "No space left on device" in text
@@ -172,8 +173,8 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         plain(descriptor)
         time.sleep(0.5)  # at least: 4 MiB take longer than the limit allows, on any machine
 
-    monkeypatch.setattr(measure, "_DISK", (4 * 2**20, 0.5))
-    monkeypatch.setattr(measure.os, "fsync", slow)
+    monkeypatch.setattr(surveys, "_DISK", (4 * 2**20, 0.5))
+    monkeypatch.setattr(surveys.os, "fsync", slow)
     (text,) = about(survey(Alone(), CPU, tmp_path), "disk")
     assert float(text.split("): ")[1].split(" MB/s")[0]) < 8.4
     assert list(tmp_path.iterdir()) == []
@@ -224,11 +225,11 @@ def test_a_measurement_that_finds_no_memory_is_missing(monkeypatch: pytest.Monke
     def full(device: torch.device) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(measure, "_gemm", full)
+    monkeypatch.setattr(surveys, "_gemm", full)
     made = survey(Alone(), CPU, None)
     assert about(made, "GEMM") == [f"{made.ranks[0]}: not enough free memory to measure it"]
     assert "memory" in made.ranks[0].speeds
-    monkeypatch.setattr(measure, "_gemm", lambda device: 1 / 0)
+    monkeypatch.setattr(surveys, "_gemm", lambda device: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         survey(Alone(), CPU, None)
 
@@ -238,8 +239,8 @@ def test_a_rank_without_memory_for_the_exchange_leaves_no_rank_waiting() -> None
     with pytest.MonkeyPatch.context() as monkeypatch:
         group = ProcessGroup(CPU)
         if group.rank == 1:
-            monkeypatch.setattr(measure, "_buffers", lambda device: (None, None))
-        speeds, missing = measure.group_speeds(group, CPU)
+            monkeypatch.setattr(surveys, "_buffers", lambda device: (None, None))
+        speeds, missing = surveys.group_speeds(group, CPU)
         assert speeds == {}
         assert missing == {"all-reduce": "not enough free memory on a rank to measure it"}
 
@@ -272,7 +273,7 @@ def test_cuda_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     next(durations)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
-    took = measure._fastest(lambda: calls.append("work"), torch.device("cuda", 0), 3, lambda: calls.append("before"))
+    took = surveys._fastest(lambda: calls.append("work"), torch.device("cuda", 0), 3, lambda: calls.append("before"))
     assert took == 0.002
     assert calls == ["before", "record", "work", "record"] * 4 + ["synchronize"]
     assert all(one != two for one, two in pairwise(calls))

@@ -34,9 +34,8 @@ from trainer_kit.accelerator.composition import (
 )
 from trainer_kit.accelerator.loader import PreparedLoader, skip_first_batches
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
-from trainer_kit.accelerator.parallel_ranks import ParallelRanks
 from trainer_kit.accelerator.prepared import Prepared
-from trainer_kit.accelerator.processes import AcceleratorProcesses, DistributedType
+from trainer_kit.accelerator.processes import AcceleratorProcesses, DistributedType, ParallelRanks
 from trainer_kit.accelerator.trackers import Trackers
 from trainer_kit.accelerator.wrapping import spans_devices, unwrap, with_exchange, without_exchange
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin, named_plugins, selected_plugin

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, default_collate
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
-from trainer_kit.accelerator.samplers import BatchSamplerShard
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -21,7 +20,186 @@ from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.data.order import SampleBlocks
 
-__all__ = ["LaterLoader", "PreparedLoader", "Turn", "evened", "prepare_loader", "skip_first_batches"]
+__all__ = [
+    "BatchSamplerShard",
+    "IterableDatasetShard",
+    "LaterLoader",
+    "PreparedLoader",
+    "SeedableRandomSampler",
+    "Turn",
+    "evened",
+    "prepare_loader",
+    "skip_first_batches",
+]
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random order that is a function of a seed and the epoch.
+
+    Args:
+        args: of torch's ``RandomSampler``.
+        data_seed: the seed; by default torch's initial seed.
+        kwargs: of torch's ``RandomSampler``.
+
+    Example:
+        >>> sampler = SeedableRandomSampler(range(8), data_seed=3)
+        >>> first, second = list(sampler), list(sampler)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first != second
+        True
+    """
+
+    def __init__(self, *args: Any, data_seed: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.initial_seed = torch.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        yield from super().__iter__()
+        self.set_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch in the next iteration."""
+        self.epoch = epoch
+
+
+def _shares(turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_last: bool, even: bool) -> Iterator[Any]:
+    """Yield a process's share of each turn; a short turn is filled up from the start of the data."""
+    first: list[Any] = []
+    for turn in turns:
+        first = first or turn
+        if len(turn) < whole:
+            if drop_last:
+                return
+            turn = turn + list(islice(cycle(first), whole - len(turn))) if even else turn
+        if mine := turn[rank * each : (rank + 1) * each]:
+            yield mine
+
+
+class BatchSamplerShard(BatchSampler):
+    """The batches of one process, from a batch sampler for all processes.
+
+    Args:
+        batch_sampler: the batch sampler for all processes.
+        num_processes: the number of processes.
+        process_index: the rank of this process.
+        split_batches: each process gets a part of every batch; otherwise every ``num_processes``-th batch.
+        even_batches: every process gets equally many samples: the last batches are filled up from the start.
+
+    Raises:
+        ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
+
+    Example:
+        >>> from torch.utils.data import BatchSampler
+        >>> [list(BatchSamplerShard(BatchSampler(range(7), 2, False), 2, rank)) for rank in (0, 1)]
+        [[[0, 1], [4, 5]], [[2, 3], [6, 0]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes):
+            raise ConfigurationError(
+                "split_batches needs a batch size that can be divided by the number of processes",
+                found=f"batch_size={self.batch_size} over {num_processes} processes",
+            )
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches over all processes."""
+        return len(self.batch_sampler)
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler of the batch sampler for all processes."""
+        return self.batch_sampler.sampler
+
+    def __len__(self) -> int:
+        whole, rest = divmod(self.total_length, 1 if self.split_batches else self.num_processes)
+        return whole + (rest > 0 and not self.drop_last and (self.even_batches or self.process_index < rest))
+
+    def __iter__(self) -> Iterator[Any]:
+        source, each, turn = iter(self.batch_sampler), self.batch_size or 1, self.num_processes
+        if self.split_batches:
+            each, turn = each // self.num_processes, 1
+        turns = iter(lambda: list(islice(source, turn)), [])
+        rows = turns if self.batch_size is None else ([index for batch in turn for index in batch] for turn in turns)
+        shares = _shares(rows, each * self.num_processes, self.process_index, each, self.drop_last, self.even_batches)
+        return (share[0] for share in shares) if self.batch_size is None else shares
+
+
+@final
+class IterableDatasetShard(IterableDataset[Any]):
+    """The samples of one process, from a stream for all processes.
+
+    Args:
+        dataset: the stream.
+        batch_size: the batch size of the loader that reads this data set.
+        drop_last: drop the samples of an incomplete last batch.
+        num_processes: the number of processes.
+        process_index: the rank of this process.
+        split_batches: ``batch_size`` is the total over all processes.
+
+    Example:
+        >>> [list(IterableDatasetShard(range(5), 2, num_processes=2, process_index=rank)) for rank in (0, 1)]
+        [[0, 1, 4, 0], [2, 3, 1, 2]]
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes:
+            raise ConfigurationError(
+                "split_batches needs a batch size that can be divided by the number of processes",
+                found=f"batch_size={batch_size} over {num_processes} processes",
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the stream, if it has this method."""
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        turns = len(self.dataset) // whole if self.drop_last else -(-len(self.dataset) // whole)
+        return turns * whole // self.num_processes
+
+    def __iter__(self) -> Iterator[Any]:
+        whole = self.batch_size if self.split_batches else self.batch_size * self.num_processes
+        source = iter(self.dataset)
+        turns = iter(lambda: list(islice(source, whole)), [])
+        each = whole // self.num_processes
+        for share in _shares(turns, whole, self.process_index, each, self.drop_last, True):
+            yield from share
+
 
 _END: Any = object()
 _NOT_READ: Any = object()

@@ -19,14 +19,15 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, final
 
+import torch
 from torch import distributed as dist
 
+from trainer_kit.data.workers import EndsWithParent
 from trainer_kit.hang.ending import Verdict, end_rank, print_line
-from trainer_kit.hang.flight import issued_calls
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
-from trainer_kit.hang.loader_workers import waiting_for
 from trainer_kit.hang.position import COMPILERS, OUTSIDE, find_position
 from trainer_kit.hang.stacks import (
     answering_file,
@@ -239,9 +240,9 @@ class HangWatchdog:
         if full:
             frame = sys._current_frames().get(self._main)
             me.stack = traceback.format_stack(frame)
-            me.reason = waiting_for(frame)
+            me.reason = _waiting_for(frame)
             if self.size > 1:
-                me.groups, me.last = issued_calls()
+                me.groups, me.last = _issued_calls()
         return me
 
     def _exchange(self, now: float) -> None:
@@ -465,3 +466,74 @@ def stop_at_exit(watchdog: HangWatchdog) -> None:
             left.stop()
 
     atexit.register(stop)
+
+
+_KEPT: Final = 64  # collectives kept per group
+_BYTES: Final = {
+    "Float": 4,
+    "Double": 8,
+    "Half": 2,
+    "BFloat16": 2,
+    "Long": 8,
+    "Int": 4,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+}
+
+
+def _issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
+    """Return the last collectives of the training threads, by process group.
+
+    Formatting the recorder's stacks takes seconds, so they are omitted: the main thread's stack shows its call.
+
+    Returns:
+        For each group name ``"ranks"`` (a list) and ``"calls"``, a list of ``[number, name with size, amount]``; and
+        the group and number of the last collective, or None. Without a recorder an empty dict and None.
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo, NCCL; some torch versions lack one
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump() or "{}").get("entries", [])
+    others = {str(thread.ident) for thread in threading.enumerate() if thread is not threading.main_thread()}
+    ranks = {group.group_name: sorted(found) for group, found in dist.distributed_c10d._world.pg_group_ranks.items()}
+    groups: dict[str, Any] = {}
+    last: list[Any] | None = None
+    for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
+        group = entry["process_group"][0]
+        # Our own threads use separate groups, for checkpoints.
+        if entry.get("is_p2p") or entry.get("thread_id") in others or group not in ranks:
+            continue
+        calls = groups.setdefault(group, {"ranks": ranks[group], "calls": []})["calls"]
+        number = int(entry["collective_seq_id"])
+        if not calls or calls[-1][0] != number:
+            calls.append([number, *_named(entry)])
+            del calls[:-_KEPT]
+        last = [group, number]
+    return groups, last
+
+
+def _named(entry: dict[str, Any]) -> tuple[str, str]:
+    """Return a collective's name with its input sizes, and the amount of data."""
+    name = str(entry["profiling_name"]).rpartition(":")[2]
+    sizes = entry.get("input_sizes") or []
+    text = ", ".join("x".join(map(str, size)) or "1" for size in sizes[:4]) + (", …" if len(sizes) > 4 else "")
+    kinds = entry.get("input_dtypes") or []
+    amount = sum(math.prod(size) * _BYTES.get(kind, 4) for size, kind in zip(sizes, kinds, strict=False))
+    return f"{name}[{text}]" if text else name, f"{amount / 1e6:.1f} MB" if amount >= 1e5 else f"{amount} bytes"
+
+
+def _waiting_for(frame: FrameType | None) -> str:
+    """Describe the worker for which a thread waits; "" if it waits for none."""
+    while frame is not None:
+        loader: Any = frame.f_locals.get("self")
+        if type(loader).__name__ == "_MultiProcessingDataLoaderIter" and frame.f_code.co_name == "_try_get_data":
+            worker = loader._task_info.get(loader._rcvd_idx, (None,))[0]
+            if worker is None:
+                return ""
+            begins = loader._worker_init_fn
+            index = begins.reading(worker) if isinstance(begins, EndsWithParent) else ""
+            return f"worker {worker} (pid {loader._workers[worker].pid}) of the data loader{index}"
+        frame = frame.f_back
+    return ""

@@ -35,8 +35,8 @@ class Report:
         left: the seconds until it counts as hanging.
         ended: whether it has left the loop.
         stack: the formatted stack of the main thread.
-        groups: see `trainer_kit.hang.flight.issued_calls`.
-        last: likewise.
+        groups: the last collectives by process group; each with ``"ranks"``, and ``"calls"``: number, name, amount.
+        last: the group and number of the last collective.
         reason: for what its data loader waits, or why it does not answer; "" if unknown.
     """
 
