@@ -24,7 +24,7 @@ from trainer_kit.core.errors import LaunchError, RankError, add_note
 from trainer_kit.launch.bootstrap import die_with_parent, qualified_name
 from trainer_kit.launch.failure import RankFailure, describe, root_first
 
-__all__ = ["Ranks", "local_environment", "run_forked"]
+__all__ = ["Ranks", "local_environment", "no_garbage_in_forks", "run_forked"]
 
 _EXIT_TIME: Final = 5.0
 """Seconds that a process has to end after it has sent its result."""
@@ -139,14 +139,19 @@ def _check_picklable(fn: Callable[[int], Any], method: str) -> None:
 
 
 @contextmanager
-def _no_garbage_in_forks() -> Iterator[None]:
-    """Collect garbage before the fork: a torch store that the child collects may wait for a thread of the parent."""
+def no_garbage_in_forks() -> Iterator[None]:
+    """Collect garbage before the fork: a torch store that the child collects may wait for a thread of the parent.
+
+    Inside another one, or where the program itself froze its objects, they stay frozen: the next collection is fast.
+    """
+    frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen:
+            gc.unfreeze()
 
 
 @final
@@ -176,7 +181,7 @@ class Ranks:
         self._readers: list[Connection[Any, Any]] = []
         self._processes: list[Any] = []
         try:
-            with _no_garbage_in_forks():
+            with no_garbage_in_forks():
                 for rank in range(nproc):
                     self._start(context, rank, target, {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         except BaseException:

@@ -15,6 +15,7 @@ from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.launch.processes import no_garbage_in_forks
 from trainer_kit.planning.verify_compare import Finding, Judge, Point, same_bits
 from trainer_kit.planning.verify_data import order, samples
 from trainer_kit.planning.verify_operations import first_other
@@ -122,7 +123,8 @@ def verify(
     ranks = f"{trainer.processes} process" + ("es" if trainer.processes > 1 else "")
     configuration = f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
     result = Verification(configuration, steps)
-    with tempfile.TemporaryDirectory(prefix="trainer_kit-verify-", ignore_cleanup_errors=True) as directory:
+    temporary = tempfile.TemporaryDirectory(prefix="trainer_kit-verify-", ignore_cleanup_errors=True)
+    with no_garbage_in_forks(), temporary as directory:  # it forks many times
         runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, Path(directory))
         runs.start()
         _Verifier(trainer, runs, result).run(runs.validates)
