@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -88,3 +91,28 @@ def test_what_could_not_be_checked(verify, tmp_path):
     (tmp_path / "train.py").write_text("raise ValueError('broken')\n", encoding="utf-8")
     ran = verify()
     assert (ran.returncode, "broken" in ran.stderr) == (2, True)
+
+
+def test_a_killed_verify_leaves_its_files_until_the_next_one(verify, tmp_path):
+    """Each killed run left its checkpoints and records in the temporary directory for ever."""
+    place = tmp_path / "temporary"
+    place.mkdir()
+    environment = {**os.environ, "TMPDIR": str(place)}
+    command = [sys.executable, "-m", "trainer_kit", "verify", "train.py", "--steps", "1000000"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL)
+    while not list(place.glob("trainer_kit-verify-*")):
+        assert process.poll() is None
+        time.sleep(0.05)
+    left = next(place.glob("trainer_kit-verify-*"))
+    (place / "trainer_kit-verify-of-another").write_text("no directory", encoding="utf-8")
+    code = "from trainer_kit.planning.verify_runs import locked_directory\nwith locked_directory() as one: print(one)"
+    start = [sys.executable, "-c", code]
+    subprocess.run(start, env=environment, check=True, timeout=120)
+    assert left.is_dir()  # of a process that runs
+    process.send_signal(signal.SIGKILL)
+    process.wait(60)
+    deadline = time.monotonic() + 60
+    while left.exists():  # its ranks hold the lock until the kernel has ended them too
+        subprocess.run(start, env=environment, check=True, timeout=120)
+        assert time.monotonic() < deadline
+    assert [each.name for each in place.glob("trainer_kit-*")] == ["trainer_kit-verify-of-another"]

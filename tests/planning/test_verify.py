@@ -129,11 +129,43 @@ def test_two_runs_that_differ():
     assert "repeat" in kinds
 
 
-def test_a_norm_over_the_batch_depends_on_the_number_of_ranks():
-    found = verify(verified.Normed(), steps=2)
-    assert [(each.kind, each.step) for each in found.findings] == [("layout", 0)]
-    assert "BatchNorm" in found.first.hint
-    assert status(found)["training"] == "ok"  # each rank's statistics are those of its own share
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_batch_norms_of_a_residual_network_are_a_note(strategy):
+    found = verify(verified.SmallResNet(), strategy=strategy, max_epochs=30, steps=2)
+    assert found.ok, str(found)
+    assert found.exit_code == 0
+    checks = {check.name: check for check in found.checks}
+    assert checks["batch norms"].status == "note"
+    assert checks["batch norms"].text.startswith("net.2, net.4.norm, net.5.norm: each rank normalises its own samples")
+    assert ("its own running statistics" in checks["batch norms"].text) == (strategy == "fsdp")
+    assert checks["training"].status == checks["other world"].status == "ok"
+    assert "batch norms divided as on the ranks" in checks["other world"].text
+
+
+def test_gradients_that_are_not_exchanged_beside_batch_norms():
+    first = verify(verified.SmallResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2).first
+    assert (first.kind, first.step, first.where) == ("gradients", 0, "net.1.weight")
+    assert "not exchanged" in first.hint
+
+
+def test_an_output_that_depends_on_the_other_samples():
+    found = verify(verified.Apart(), steps=2)
+    assert [(each.kind, each.step, each.where) for each in found.findings] == [("layout", 0, "net.2")]
+    assert found.first.text == "the output for a sample depends on the other samples of its batch"
+
+
+def test_a_loss_over_pairs_of_samples():
+    found = verify(verified.Pairs(), steps=2)
+    assert [(each.kind, each.where) for each in found.findings] == [("layout", "")]
+    assert "is not the mean of the losses of the ranks" in found.first.text
+    assert found.first.hint.startswith("a loss over pairs of samples needs those of all ranks")
+
+
+def test_a_mean_over_tokens_needs_their_number():
+    found = verify(verified.IgnoredTokens(), verified.masked(), steps=2)
+    assert [(each.kind, each.where) for each in found.findings] == [("layout", "")]
+    assert found.first.hint == "a mean over tokens needs loss_weight, which returns their number"
+    assert verify(verified.WeighedTokens(), verified.masked(), steps=2).ok
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -243,3 +243,77 @@ class AsksTrainer(Classifier):
 class Casting(Classifier):
     def training_step(self, batch, batch_idx):
         return super().training_step((batch[0].float(), batch[1]), batch_idx)
+
+
+class Residual(nn.Module):
+    """A convolution with a batch norm beside the identity."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return F.relu(x + self.norm(self.conv(x)))
+
+
+class SmallResNet(Classifier):
+    """Convolutions with batch norms."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (1, 2, 4)),
+            nn.Conv2d(1, 4, 3, padding=1, bias=False),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            Residual(),
+            Residual(),
+            nn.Flatten(),
+            nn.Linear(32, 4),
+        )
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+        length = {"epochs": self.trainer.max_epochs, "steps_per_epoch": 4}
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, **length)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class Pairs(Classifier):
+    """Each sample is compared with the others of its batch."""
+
+    def training_step(self, batch, batch_idx):
+        features = F.normalize(self.net(batch[0]), dim=1)
+        return F.cross_entropy(features @ features.T / 0.1, torch.arange(len(features)))
+
+
+class IgnoredTokens(Classifier):
+    """A mean over the targets that are not ignored; ``weighs``: with the right weight of a batch."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self.net(batch[0]), batch[1], ignore_index=-100)
+
+
+class WeighedTokens(IgnoredTokens):
+    def loss_weight(self, batch):
+        return (batch[1] != -100).sum()
+
+
+def masked(size=4):
+    x, y = data().tensors
+    y = y.clone()
+    y[::3] = -100
+    return DataLoader(TensorDataset(x, y), batch_size=size, shuffle=True)
+
+
+class BatchFeature(nn.Module):
+    """Adds how far the samples of the batch are apart, as discriminators do."""
+
+    def forward(self, x):
+        return x + x.std(0).mean()
+
+
+class Apart(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = BatchFeature()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final, final
 
 import torch
@@ -21,7 +19,8 @@ from trainer_kit.planning.verify_data import order, samples
 from trainer_kit.planning.verify_operations import first_other
 from trainer_kit.planning.verify_recorder import Record
 from trainer_kit.planning.verify_reference import Division
-from trainer_kit.planning.verify_runs import Runs
+from trainer_kit.planning.verify_runs import Runs, locked_directory
+from trainer_kit.planning.verify_world import depends, named, shares_of
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.training.compose import check_module
 from trainer_kit.training.session import Session
@@ -39,7 +38,7 @@ class Check:
 
     Attributes:
         name: what is compared.
-        status: ``"ok"``, ``"differs"`` or ``"not checked"``.
+        status: ``"ok"``, ``"differs"``, ``"note"`` (a difference that is usually intended) or ``"not checked"``.
         text: the result, or why it was not checked.
     """
 
@@ -123,9 +122,8 @@ def verify(
     ranks = f"{trainer.processes} process" + ("es" if trainer.processes > 1 else "")
     configuration = f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
     result = Verification(configuration, steps)
-    temporary = tempfile.TemporaryDirectory(prefix="trainer_kit-verify-", ignore_cleanup_errors=True)
-    with no_garbage_in_forks(), temporary as directory:  # it forks many times
-        runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, Path(directory))
+    with no_garbage_in_forks(), locked_directory() as directory:  # it forks many times
+        runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, directory)
         runs.start()
         _Verifier(trainer, runs, result).run(runs.validates)
     return result
@@ -244,6 +242,12 @@ class _Verifier:
             found = self._locate(judge, division, found)
         text = f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
         self.note("training", found, text)
+        norms = chosen[0].norms
+        if norms and division.places > 1:
+            text = f"{named(norms)}: each rank normalises its own samples; sync_batchnorm=True those of all ranks"
+            if chosen[0].own_buffers:
+                text += "; each rank has its own running statistics, and checkpoints hold those of rank 0"
+            self.result.checks.append(Check("batch norms", "note", text))
 
     def _first(self, judge: Judge, run: list[Record]) -> Finding | None:
         """The first difference, by step; in one step, by cause."""
@@ -302,17 +306,25 @@ class _Verifier:
             self.skip(name, why)
             return
         samples = sum(len(ids) for ids in read if ids is not None) * division.places // len(chosen)
+        norms, shares = chosen[0].norms, shares_of(chosen)
+        options: dict[str, Any] = {"alone": samples, "precision": make_precision("32-true")}
+        options |= {"reseeds": _RESEEDS, "shares": shares if norms else None}
         judge = Judge(exact, single, _eps("32-true"))
-        alone = self.runs.chosen(reseeds=_RESEEDS, alone=samples, precision=make_precision("32-true"))
+        alone = self.runs.chosen(**options)
         steps = range(self.result.steps)
-        kinds: list[Callable[[list[Record], int], Finding | None]] = [judge.gradients, judge.weights]
+        kinds: list[Callable[[list[Record], int], Finding | None]] = [judge.gradients, judge.trained]
         found = next((each for step in steps for kind in kinds if (each := kind(alone, step)) is not None), None)
-        if found is not None:
-            hint = "the result of a sample depends on the other samples of its batch, as with BatchNorm"
-            found = Finding(
-                kind="layout", step=found.step, where=found.where, text=f"in one process {found.text}", hint=hint
-            )
-        self.note(name, found, f"one process, float32, {samples} samples a step: the same weights")
+        text = f"one process, float32, {samples} samples a step: the same weights"
+        if whole := sorted(alone[0].whole):
+            self.skip(name, f"the input of {named(whole)} does not have the batch as its first dimension")
+            return
+        if found is None:
+            self.note(name, None, text + (", with batch norms divided as on the ranks" if norms else ""))
+            return
+        watched = frozenset({found.step})
+        again = self.runs.chosen(**options, watched=watched)
+        plain = [self.runs.plain(make_precision(word), division, watched) for word in ("64-true", "32-true")]
+        self.note(name, depends(again[0], Judge(plain[0], plain[1], judge.eps), shares, found.step), text)
 
     def bits(self, validates: bool) -> None:
         """Compare runs that must agree in every bit: a repeated run, a resumed run, and a run with validation."""

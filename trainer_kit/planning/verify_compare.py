@@ -184,7 +184,7 @@ class Judge:
 
     def weights(self, run: Sequence[Record], step: int) -> Finding | None:
         """Compare the complete weights after the step; buffers only where one rank has them."""
-        exact, rounded = self.exact.weights[step], self.rounded.weights[step]
+        exact = self.exact.weights[step]
         merged: dict[str, Tensor] = {}
         for record in run:
             merged = {**record.weights.get(step, {}), **merged}
@@ -200,7 +200,15 @@ class Judge:
                     text="one parameter in the plain loop, and two different ones in the run",
                     hint="the module ties these weights, and one of the names was assigned a new tensor",
                 )
-        wrong = self.worst(merged, chosen, rounded, stored=True)
+        return self._weights(merged, chosen, step)
+
+    def trained(self, run: Sequence[Record], step: int) -> Finding | None:
+        """Compare the weights that have gradients, without buffers."""
+        names, exact = self.exact.gradients[step], self.exact.weights[step]
+        return self._weights(run[0].weights[step], {n: v for n, v in exact.items() if n in names}, step)
+
+    def _weights(self, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int) -> Finding | None:
+        wrong = self.worst(merged, exact, self.rounded.weights[step], stored=True)
         if not wrong:
             return None
         name = self._first(exact, {name for _, name in wrong})
@@ -216,8 +224,8 @@ class Judge:
                 if name not in first or first[name].shape != value.shape or same_bits(first[name], value):
                     continue
                 buffer = name not in self.exact.gradients[step]
-                if buffer and not record.own_buffers:
-                    continue  # the next forward sends those of rank 0
+                if buffer and (not record.own_buffers or name.rpartition(".")[0] in record.norms):
+                    continue  # the next forward sends those of rank 0; for batch norms there is a note
                 if not buffer and not self._far(value, first[name]):
                     continue
                 return Finding(

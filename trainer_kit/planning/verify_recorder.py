@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data.order import derive_seed
+from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares
 from trainer_kit.planning.verify_operations import trace
 from trainer_kit.training.session import Session
 
@@ -26,7 +27,6 @@ __all__ = [
     "Record",
     "Recorder",
     "Watched",
-    "canonical",
     "losses_of",
     "names_of",
     "reseed",
@@ -34,8 +34,6 @@ __all__ = [
     "watch",
     "whole",
 ]
-
-_WRAPPERS: Final = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 
 _Key = tuple[str, int, int]
 """An output: the canonical name of its module, the call in this micro-batch, the place among the module's outputs."""
@@ -84,6 +82,8 @@ class Record:
         draws: whether a step draws random numbers.
         even: whether each place has a batch in every micro-batch, every window is complete, and no epoch ends.
         plan: the dataset's indices in the order of one process.
+        norms: the names of batch norms that normalise with the statistics of a rank's batch.
+        whole: of those, the ones that could not be divided by the ``shares`` of a `Recorder`.
     """
 
     def __init__(self, places: int = 1, seed: int = 0) -> None:
@@ -97,16 +97,8 @@ class Record:
         self.logged: dict[int, dict[str, float]] = {}
         self.tied: list[tuple[str, ...]] = []
         self.plan: list[int] | None = None
-
-
-def canonical(name: str) -> str:
-    """The name of a module or parameter without the wrappers of torch.
-
-    Example:
-        >>> canonical("net.0._checkpoint_wrapped_module.weight")
-        'net.0.weight'
-    """
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+        self.norms: list[str] = []
+        self.whole: set[str] = set()
 
 
 def reseed(*parts: int) -> None:
@@ -179,27 +171,32 @@ def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") 
 
 @final
 class Recorder(Callback):
-    """Fills a `Record` while the Trainer fits.
+    """Fills a `Record` while the Trainer fits, and ends the fit.
 
     Args:
+        steps: after which the fit ends; modules see the limits that the user has set.
         reseeds: the seed of every micro-batch's random numbers; None: the run draws as it does without this callback.
         watched: the steps whose module outputs are recorded.
         traced: the name of a module whose operations are recorded at those steps; empty: none.
         saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
+        shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
     """
 
     order = "early"
 
     def __init__(
         self,
+        steps: int,
         *,
         reseeds: int | None = None,
         watched: frozenset[int] = frozenset(),
         traced: str = "",
         saves: tuple[int, str] | None = None,
+        shares: Shares | None = None,
     ) -> None:
         self.record = Record()
-        self.reseeds, self.watched, self.traced, self.saves = reseeds, watched, traced, saves
+        self.steps, self.reseeds, self.watched, self.traced = steps, reseeds, watched, traced
+        self.saves, self.shares = saves, shares
         self._at = (-1, -1)
         self._now: Micro | None = None
         self._names: dict[int, str] = {}
@@ -207,12 +204,18 @@ class Recorder(Callback):
         self._feed: Any = None
 
     def on_train_start(self, trainer: Session, module: TrainModule) -> None:
-        """Note how the run divides its data, and register the hooks on modules."""
+        """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
         strategy, record = trainer.strategy, self.record
         record.place, record.places = strategy.data.rank, strategy.data.size
         record.divisor, record.own_buffers = strategy.gradient_divisor, strategy.own_buffers
         record.seed = trainer.data_seed
         assert trainer.run is not None
+        schedule = trainer.run.schedule
+        schedule.max_epochs = schedule.max_duration = None
+        schedule.max_steps, schedule.min_epochs, schedule.min_steps = self.steps, 0, 0
+        record.norms = batch_norms(module)
+        if self.shares is not None:
+            record.whole = DividedNorms(module, self._rows).whole
         self._feed = trainer.run.windows.feed
         self._feed.record_indices()
         self._names = names_of(module)
@@ -230,6 +233,10 @@ class Recorder(Callback):
         if self.reseeds is not None:
             index = self._at[1] * self.record.places + self.record.place
             reseed(self.reseeds, step, index)
+
+    def _rows(self) -> list[Tensor] | None:
+        ids = None if self._now is None else self._now.ids
+        return None if ids is None or self.shares is None else rows_of_shares(ids, self.shares.get(self._at, []))
 
     def on_train_batch_end(
         self, trainer: Session, module: TrainModule, outputs: object, batch: object, batch_idx: int

@@ -21,11 +21,11 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import EMPTY, Feed
+from trainer_kit.planning.verify_norms import canonical
 from trainer_kit.planning.verify_recorder import (
     Micro,
     Record,
     Watched,
-    canonical,
     losses_of,
     names_of,
     reseed,
@@ -90,10 +90,9 @@ class _Logs:
 class _Loop:
     """The module's Trainer in the plain loop: attributes of the real one, and the position of this loop."""
 
-    def __init__(self, trainer: Session, steps: int) -> None:
+    def __init__(self, trainer: Session) -> None:
         self._trainer = trainer
         self.progress, self.metrics = Progress(), _Logs()
-        self.estimated_stepping_batches = self.max_steps = steps
         self.training, self.evaluating, self.is_global_zero = True, False, True
 
     def take(self, made: Optimizers) -> None:
@@ -141,7 +140,7 @@ class _Plain:
         traced: str,
     ) -> None:
         self.module, self.settings, self.division, self.watched = module, trainer.settings, division, watched
-        self.loop = _Loop(trainer, steps)
+        self.loop = _Loop(trainer)
         module.trainer = self.loop
         strategy = SingleDeviceStrategy(pick_device(trainer.strategy.device.type, 0))
         strategy.start()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import shutil
+import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from itertools import islice
@@ -24,6 +27,7 @@ from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.protocols import SetsAccumulation
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
+from trainer_kit.planning.verify_norms import Shares
 from trainer_kit.planning.verify_recorder import Record, Recorder
 from trainer_kit.planning.verify_reference import Division, plain_loop
 from trainer_kit.precision.precision import Precision
@@ -32,10 +36,48 @@ from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.training.loaders import find_loaders
 from trainer_kit.training.session import Session
 
-__all__ = ["Runs"]
+__all__ = ["Runs", "locked_directory"]
 
+_PREFIX: Final = "trainer_kit-verify-"
 _START: Final = "start"
 _RANK: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+@contextmanager
+def locked_directory() -> Iterator[Path]:
+    """A temporary directory of this process; first removes those of processes that were killed.
+
+    The kernel releases the lock of a killed process, in every container that shares the directory.
+
+    Example:
+        >>> with locked_directory() as directory:
+        ...     directory.is_dir()
+        True
+    """
+    import fcntl  # not on Windows, where verify cannot fork
+
+    parent = Path(tempfile.gettempdir())
+    for other in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError), _opened(other) as descriptor:  # locked, of another user, or already removed
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(other, ignore_errors=True)
+    made = Path(tempfile.mkdtemp(prefix="trainer_kit-new-"))
+    with _opened(made) as descriptor:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        directory = made.rename(parent / made.name.replace("trainer_kit-new-", _PREFIX))  # only now others look at it
+        try:
+            yield directory
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[int]:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @final
@@ -99,6 +141,7 @@ class Runs:
         validates: bool = False,
         alone: int | None = None,
         precision: Precision | None = None,
+        shares: Shares | None = None,
     ) -> list[Record]:
         """The verified configuration, in real processes; one record for each rank.
 
@@ -111,11 +154,12 @@ class Runs:
             validates: after each step.
             alone: the global batch size with which one process runs it instead; 0: the Trainer's.
             precision: instead of the Trainer's.
+            shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
         """
         directory = self._next()
 
         def rank(rank: int) -> None:
-            recorder = Recorder(reseeds=reseeds, watched=watched, traced=traced, saves=saves)
+            recorder = Recorder(self.steps, reseeds=reseeds, watched=watched, traced=traced, saves=saves, shares=shares)
             trainer = self._trial(validates, reseeds is not None, alone, alone is not None, compiled=not watched)
             counting: list[Any] = [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
             trainer.set_callbacks([*counting, recorder])
@@ -143,12 +187,6 @@ class Runs:
         every: dict[str, Any] = {"validate_every": 1, "validate_epochs": None}
         settings = replace(
             given.settings,
-            max_epochs=None,
-            max_steps=self.steps,
-            max_duration=None,
-            min_epochs=0,
-            min_steps=0,
-            endless=True,
             sanity_steps=0,
             log_every=1,
             fast=0,

@@ -1,0 +1,85 @@
+"""Batch norms in a process that trains on the batches of several ranks as one: each rank's rows by themselves."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = ["DividedNorms", "Shares", "batch_norms", "canonical", "rows_of_shares"]
+
+_WRAPPERS: Final = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
+
+Shares = dict[tuple[int, int], list[list[int]]]
+"""The dataset's indices that each rank read, by (step, micro-batch)."""
+
+
+def canonical(name: str) -> str:
+    """The name of a module or parameter without the wrappers of torch.
+
+    Example:
+        >>> canonical("net.0._checkpoint_wrapped_module.weight")
+        'net.0.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def batch_norms(module: nn.Module) -> list[str]:
+    """The names of the batch norms that normalise with the statistics of the batch.
+
+    Example:
+        >>> batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()))
+        ['1']
+    """
+    found = [(canonical(name), part) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    return [name for name, part in found if part.training or not part.track_running_stats]
+
+
+def rows_of_shares(ids: Sequence[int], shares: Sequence[Sequence[int]]) -> list[Tensor] | None:
+    """The rows of a batch that each share has; None where they are not the same samples.
+
+    Example:
+        >>> rows_of_shares([7, 3, 5, 1], [[3, 1], [5, 7]])
+        [tensor([1, 3]), tensor([2, 0])]
+    """
+    places: dict[int, list[int]] = defaultdict(list)
+    for row, one in enumerate(ids):
+        places[one].append(row)
+    if sorted(one for share in shares for one in share) != sorted(ids):
+        return None
+    return [torch.tensor([places[one].pop(0) for one in share]) for share in shares]
+
+
+@final
+class DividedNorms:
+    """Batch norms that normalise each rank's rows of the batch by themselves.
+
+    Args:
+        module: its batch norms are changed: this process trains it for one comparison only.
+        rows: of each rank, in the batch that runs; None: not known.
+
+    Attributes:
+        whole: the names of those whose input does not have the batch as its first dimension: they stay as they are.
+    """
+
+    def __init__(self, module: nn.Module, rows: Callable[[], list[Tensor] | None]) -> None:
+        self.rows, self.whole = rows, set[str]()
+        for name, part in module.named_modules():
+            if isinstance(part, _BatchNorm):
+                # No hook of torch calls a forward several times.
+                vars(part)["forward"] = self._divided(canonical(name), part.forward)
+
+    def _divided(self, name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        def run(value: Tensor) -> Tensor:
+            rows = self.rows()
+            if rows is None or sum(map(len, rows)) != len(value):
+                self.whole.add(name)
+                return forward(value)
+            order = torch.cat(rows).argsort().to(value.device)
+            return torch.cat([forward(value[share.to(value.device)]) for share in rows])[order]
+
+        return run
