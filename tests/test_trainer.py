@@ -482,9 +482,9 @@ def test_an_object_that_is_not_a_loader_is_refused(wrong):
 
 
 def test_missing_data_is_an_error_that_names_its_possible_sources():
-    with pytest.raises(DataError, match=r"(?s)there is no training data.*train_dataloader"):
+    with pytest.raises(DataError, match=r"(?s)fit needs training data.*train_dataloader"):
         make(max_epochs=1).fit(Net())
-    with pytest.raises(DataError, match=r"(?s)there is no data for test.*test_dataloader"):
+    with pytest.raises(DataError, match=r"(?s)test needs data.*test_dataloader"):
         make().test(Net())
 
 
@@ -1356,5 +1356,5 @@ def test_callbacks_and_loggers_are_set_as_their_arguments_are_given(tmp_path):
         assert trainer.loggers == expected
     with pytest.raises(ConfigurationError, match=r"not a callback\n  found: 3"):
         trainer.callbacks = 3
-    with pytest.raises(ConfigurationError, match=r"no logger\n  found: 3"):
+    with pytest.raises(ConfigurationError, match=r"not a logger\n  found: 3"):
         trainer.loggers = 3

@@ -290,7 +290,7 @@ def test_a_misspelt_argument():
     ],
 )
 def test_a_string_in_place_of_a_number_is_refused(arguments, fix):
-    with pytest.raises(ConfigurationError, match="is a whole number") as error:
+    with pytest.raises(ConfigurationError, match="must be a whole number") as error:
         tk.Trainer(**arguments)
     assert error.value.fix == fix
 

@@ -145,7 +145,7 @@ def choose_strategy(
         )
     if not environment.launched and num_nodes > 1:
         raise StrategyError(
-            "several machines need a launcher on each",
+            "a run on several machines needs a launcher on each of them",
             found=f"num_nodes={num_nodes} in a process without a rank",
             fix=f"torchrun --nnodes {num_nodes} --nproc-per-node {wanted} ... train.py",
         )
@@ -154,7 +154,7 @@ def choose_strategy(
     word = strategy if isinstance(strategy, str) else ""
     if (word == "single_device" or isinstance(strategy, SingleDeviceStrategy)) and world > 1:
         raise StrategyError(
-            "one device cannot hold several processes", found=f"{world} processes", fix='strategy="ddp"'
+            "one device cannot hold several processes", found=f"{world} processes", fix='use strategy="ddp"'
         )
     device = pick_device(accelerator, environment.local_rank, devices)
     made: Any = strategy
@@ -305,9 +305,9 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
         return []
     if is_url(root) and (logger in (None, True) or isinstance(logger, str)):
         raise ConfigurationError(
-            "loggers write to a directory of this machine",
+            "loggers write to local directories only",
             found=f"default_root_dir={root!r}",
-            fix='pass logger=TensorBoardLogger("logs") or logger=False; checkpoints go to the URL all the same',
+            fix='pass logger=TensorBoardLogger("logs") or logger=False; checkpoints still go to the URL',
         )
     if logger in (None, True):
         return [LOGGERS.get("tensorboard")(root)]
@@ -321,7 +321,9 @@ def choose_loggers(logger: Any, root: str) -> list[Any]:
                 if isinstance(one, type)
                 else "give it a method log_metrics(metrics, step)"
             )
-            raise ConfigurationError("this is no logger", found=getattr(one, "__name__", type(one).__name__), fix=fix)
+            raise ConfigurationError(
+                "this is not a logger", found=getattr(one, "__name__", type(one).__name__), fix=fix
+            )
         check_overrides(type(one), DirectoryLogger)
     return made
 

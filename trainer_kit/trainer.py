@@ -74,7 +74,7 @@ class Trainer(Session):
         logger: None or True for TensorBoard, False for none, a word, an object with ``log_metrics``, or several.
         callbacks: one callback, or any iterable of them.
         fast_dev_run: run this many batches (True: 1) of every stage and write nothing.
-        max_epochs: by default 1000 if there is no other limit; -1 for no limit.
+        max_epochs: by default 1000 if no other limit is set; -1 for no limit.
         min_epochs: an earlier stop request waits until these epochs are completed.
         max_steps: optimizer steps; -1 for no limit.
         min_steps: an earlier stop request waits until these optimizer steps are completed.
@@ -304,7 +304,7 @@ class Trainer(Session):
             self._refuse("fit", unknown)
         if weights_only:
             raise ConfigurationError(
-                "weights_only= configures unpickling, and checkpoints of this library are never unpickled",
+                "weights_only= has no effect: checkpoints of this library are never unpickled",
                 found=f"weights_only={weights_only!r}",
                 fix="load_weights_only=True takes only the weights from ckpt_path; otherwise leave it out",
             )
@@ -449,7 +449,7 @@ class Trainer(Session):
             format: ``"text"``, or ``"svg"``: a picture of the ranks on the axes of their mesh, which a notebook shows.
 
         Raises:
-            ConfigurationError: there is no such format.
+            ConfigurationError: the format is unknown.
 
         Example:
             >>> Trainer(barebones=True).explain(format="svg").startswith("<svg")
@@ -457,7 +457,7 @@ class Trainer(Session):
         """
         if format not in ("text", "svg"):
             raise ConfigurationError(
-                'explain gives "text" or "svg"',
+                'explain returns "text" or "svg"',
                 found=f"format={format!r}",
                 fix=did_you_mean(str(format), ["text", "svg"]),
             )
@@ -496,7 +496,7 @@ class Trainer(Session):
                 them.
 
         Raises:
-            ConfigurationError: an argument is wrong, or there is no training data.
+            ConfigurationError: an argument is wrong, or training data is missing.
 
         Example:
             >>> import torch
@@ -591,9 +591,9 @@ class Trainer(Session):
 def _check_object(owner: Any, verb: str) -> None:
     if not isinstance(owner, Trainer):  # in Trainer.fit(module, loader), the module is `self`
         raise ConfigurationError(
-            f"Trainer.{verb} is called on the class, without a Trainer",
+            f"Trainer.{verb} was called on the class, without a Trainer",
             found=f"Trainer.{verb}({'Trainer' if owner is Trainer else f'a {type(owner).__name__}'}, ...)",
-            fix=f"make one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
+            fix=f"create one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
         )
 
 
@@ -606,9 +606,9 @@ def _refuse(resume: Any, reload_every: Any) -> None:
         )
     if isinstance(reload_every, bool) or not isinstance(reload_every, int) or reload_every < 0:
         raise ConfigurationError(
-            "loaders are reloaded after a whole number of epochs",
+            "loaders can be reloaded only after a whole number of epochs",
             found=f"reload_dataloaders_every_n_epochs={reload_every!r}",
-            fix="1 for each epoch, 0 for once a fit",
+            fix="pass 1 to reload in each epoch, 0 to load once per fit",
         )
 
 

@@ -177,7 +177,7 @@ def test_an_optimizer_of_an_unprepared_model_is_reported():
     model = nn.Linear(3, 1)
     optimizer = accelerator.prepare(sgd(model))
     accelerator.backward(model(X).mean())
-    with pytest.raises(RankError, match="its model was not"):
+    with pytest.raises(RankError, match="prepared without its model"):
         optimizer.step()
 
 

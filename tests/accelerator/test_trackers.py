@@ -191,7 +191,7 @@ def test_wrong_trackers_are_refused():
         Accelerator(cpu=True, log_with="tensorboard").init_trackers("project")
     with pytest.raises(RegistryError, match="tensorbord"):
         Accelerator(cpu=True, log_with="tensorbord").init_trackers("project")
-    with pytest.raises(ConfigurationError, match="there is no tracker 'wandb'"):
+    with pytest.raises(ConfigurationError, match="unknown tracker 'wandb'"):
         Accelerator(cpu=True).get_tracker("wandb")
 
     class Nameless(GeneralTracker):

@@ -21,7 +21,7 @@ def test_a_fraction_of_the_run_becomes_steps():
 
     fit(LambdaCallback(on_train_start=read), batches=10, max_steps=5)
     assert found == [Duration(2, "st"), Duration(1, "st"), Duration(3, "ba")]
-    with pytest.raises(DurationError, match="length is not known"):
+    with pytest.raises(DurationError, match="length is unknown"):
         fit(LambdaCallback(on_train_start=read), batches=1, unsized=True)
 
 

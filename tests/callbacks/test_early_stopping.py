@@ -160,7 +160,7 @@ def test_a_value_that_is_never_logged():
 
 def test_not_strict():
     fit(EarlyStopping("x", strict=False))
-    with pytest.warns(RuntimeWarning, match="which is not logged"):
+    with pytest.warns(RuntimeWarning, match="but no value of this name is logged"):
         fit(EarlyStopping("x", strict=False, verbose=True))
 
 

@@ -49,7 +49,7 @@ def test_an_exception_leaves_a_checkpoint_to_continue_from(tmp_path: Path) -> No
     trainer = tk.Trainer(accelerator="cpu", devices=1, **{**options, "barebones": False})
     trainer.fit(part, make_batches(4), ckpt_path=str(saving.ckpt_path))
     assert_same(part, whole)
-    with pytest.raises(ConfigurationError, match="one directory"):
+    with pytest.raises(ConfigurationError, match="a single directory"):
         OnExceptionCheckpoint(tmp_path, "a/b")
 
 

@@ -605,13 +605,13 @@ def test_verbose():
     [
         ({"mode": "lowest"}, "mode"),
         ({"save_top_k": -2}, "save_top_k"),
-        ({"save_top_k": 2}, "give monitor="),
-        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "only one interval"),
-        ({"every_n_train_steps": 2, "train_time_interval": timedelta(1)}, "only one interval"),
+        ({"save_top_k": 2}, "as monitor="),
+        ({"every_n_train_steps": 2, "every_n_epochs": 1}, "takes one interval only"),
+        ({"every_n_train_steps": 2, "train_time_interval": timedelta(1)}, "takes one interval only"),
         ({"every_n_train_steps": -1}, "zero or more"),
         ({"every_n_epochs": "often"}, "cannot be read"),
-        ({"dirpath": "s4://bucket/run"}, "no storage is reached by s4://"),
-        ({"filename": "a/{epoch}"}, "one directory"),
+        ({"dirpath": "s4://bucket/run"}, "s4:// is an unknown storage protocol"),
+        ({"filename": "a/{epoch}"}, "a single directory"),
     ],
 )
 def test_bad_arguments(options, message):

@@ -121,7 +121,7 @@ def test_a_name_of_the_users_own():
         def format_checkpoint_name(self, metrics, filename=None, ver=None, prefix=None):
             return "../outside"
 
-    with pytest.raises(ConfigurationError, match="names one directory in dirpath"):
+    with pytest.raises(ConfigurationError, match="must return a directory directly in dirpath"):
         fit(Outside())
     assert not os.path.exists("run/outside")
 

@@ -142,5 +142,5 @@ def test_mistakes():
         PyTorchProfiler(export_to_chrome=True)
     with pytest.raises(ConfigurationError, match="did you mean 'pytorch'"):
         trainer(profiler="pytorsh")
-    with pytest.raises(ConfigurationError, match="a word or a callback"):
+    with pytest.raises(ConfigurationError, match="a name or a callback"):
         trainer(profiler=BATCH)

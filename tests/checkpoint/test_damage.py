@@ -149,7 +149,11 @@ def test_a_hostile_document_with_a_valid_seal_is_refused(saved):
 def test_the_error_names_a_path_that_is_not_a_checkpoint(tmp_path):
     (tmp_path / "folder").mkdir()
     (tmp_path / "file").write_bytes(b"x")
-    for name, said in [("absent", "no checkpoint here"), ("folder", "no manifest"), ("file", "not a checkpoint dir")]:
+    for name, said in [
+        ("absent", "contains no checkpoint"),
+        ("folder", "no manifest"),
+        ("file", "not a checkpoint dir"),
+    ]:
         for check in (verify_checkpoint, read_checkpoint, read_info):
             with pytest.raises(CheckpointError, match=said):
                 check(tmp_path / name)

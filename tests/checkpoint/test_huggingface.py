@@ -97,7 +97,7 @@ def one_more(content):
         (elsewhere, "not one of this directory"),
         (missing, "does not exist"),
         (wrong_file, r"lists this weight here, but the file does not hold it\n  found: key '(n|a\.w)'"),
-        (no_map, "no index of weights"),
+        (no_map, "not an index of weights"),
         (one_more, r"lists this weight here, but the file does not hold it\n  found: key 'ghost'"),
     ],
 )
@@ -127,7 +127,7 @@ def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, in
 
     (directory / ".metadata").write_bytes(pickle.dumps(Evil()))
     (directory / "__0_0.distcp").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"mkdir is no part of .* is a pickle, which can run any code"):
+    with pytest.raises(CheckpointError, match=r"mkdir does not belong in .* is a pickle, which can run any code"):
         read_weights(tmp_path / "dcp")
     assert not (tmp_path / "made").exists()
     (directory / ".metadata").write_bytes(pickle.dumps({"no": "records"}))
@@ -139,7 +139,7 @@ def test_lists_in_the_metadata_of_a_distributed_checkpoint_are_not_made_texts(tm
     # Each list holds the one before it twice: 12 of them have a text of 40 kB, 40 of them one of 10 TB.
     doubled = b"".join(b"q%c0](h%ch%ce" % (index, index, index) for index in range(12))
     (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch.serialization\n_get_layout\n]" + doubled + b"\x85R.")
-    with pytest.raises(CheckpointError, match="a list is no text and no number"):
+    with pytest.raises(CheckpointError, match="a list is neither text nor a number"):
         read_weights(tmp_path)
 
 

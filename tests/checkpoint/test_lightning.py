@@ -200,7 +200,7 @@ class Custom:
         ),
         ({"hyper_parameters": {"root": Path("x")}}, r"it holds pathlib\.\w+, and a class could run code"),
         ({"pytorch-lightning_version": None}, r"(?s)not a checkpoint of Lightning.*fix: .*read_weights"),
-        ({"loops": None}, r"(?s)no progress of Lightning 2.*fix: .*upgrade_checkpoint"),
+        ({"loops": None}, r"(?s)does not contain the progress of a Lightning 2 run.*fix: .*upgrade_checkpoint"),
     ],
 )
 def test_unsupported_files_are_refused(tmp_path, change, match):

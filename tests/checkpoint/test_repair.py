@@ -136,7 +136,7 @@ def test_no_repair_while_a_run_writes_there(several):
 
 
 def test_no_repair_of_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match="no such directory"):
+    with pytest.raises(CheckpointError, match="directory does not exist"):
         repair(tmp_path / "absent")
     assert repair(tmp_path).sound == []
     assert os.listdir(tmp_path) == []

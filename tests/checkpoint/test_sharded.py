@@ -439,7 +439,7 @@ def test_at_a_url(same, make_state, request):
     assert same(state, make_state())
     assert verify_checkpoint(url)["shards"] == 1
     remove_checkpoint(url)
-    with pytest.raises(CheckpointError, match="no checkpoint here"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         read_sharded(url, state)
 
 

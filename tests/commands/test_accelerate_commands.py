@@ -102,13 +102,13 @@ def test_lines_and_comments_are_kept(tmp_path: Path) -> None:
 def test_a_file_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
     path, other = write(tmp_path, FSDP1.replace("\n", "\r\n")), write(tmp_path, "x: 1", "other.yaml")
     for words in ((), ("--output_file", other)):
-        assert "without --overwrite" in call("to-fsdp2", "--config_file", path, *words, code=2)
+        assert "only with --overwrite" in call("to-fsdp2", "--config_file", path, *words, code=2)
     call("to-fsdp2", "--config_file", path, "--output_file", other, "--overwrite")
     call("to-fsdp2", "--config_file", path, "--overwrite")
     assert path.read_bytes() == other.read_bytes() == FSDP2.replace("\n", "\r\n").encode()
     assert "FSDP2 already" in call("to-fsdp2", "--config_file", path, "--overwrite")
     assert path.read_bytes() == other.read_bytes()
-    assert "there is no configuration file" in call("to-fsdp2", "--config_file", tmp_path / "none", code=2)
+    assert "the configuration file" in call("to-fsdp2", "--config_file", tmp_path / "none", code=2)
     write(tmp_path, "fsdp_config: {fsdp_versoin: 1}")
     assert "did you mean 'fsdp_version'" in call("to-fsdp2", "--config_file", path, "--overwrite", code=2)
 
@@ -220,7 +220,7 @@ def test_gcloud_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     said = call("tpu-config", "--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--command", "ls", code=1)
     assert said.startswith(LINE.format("ls"))
-    assert "gcloud is not run from here" in said
+    assert "does not run gcloud" in said
     assert not (tmp_path / "ran").exists()
 
 
@@ -232,7 +232,7 @@ def test_an_incomplete_command_is_refused(tmp_path: Path) -> None:
     words = [word for pair in whole.items() for word in pair]
     assert "cannot be read" in call("tpu-config", *words, "--command_file", tmp_path / "none", code=2)
     refused = call("tpu-config", *words, "--install_accelerate", "--accelerate_version", "x y", code=2)
-    assert "this is no version" in refused
+    assert "this is not a version" in refused
     assert "has no effect without" in call("tpu-config", *words, "--accelerate_version", "1.15.0", code=2)
 
 
@@ -268,7 +268,7 @@ def test_a_job_is_printed_and_refused(tmp_path: Path) -> None:
         assert 'estimator entry_point: "train.py"\n' in said
         assert 'estimator hyperparameters: {"lr": 5e-05, "do_train": true}\n' in said
         assert "region: us-east-1\nprofile: default\n" in said
-        assert "not started from here: it would rent machines with your AWS account\n  found: " in said
+        assert "does not start a SageMaker job, which would rent machines with your AWS account\n  found: " in said
         assert "job.yaml:1" in said
     for words in (["--api_key", "hunter3"], ["--api-key=hunter3", "--store", "s3://me:hunter3@host/data"]):
         masked = call("launch", "--config_file", path, script, *words, code=2)
@@ -289,7 +289,7 @@ def test_files_of_inputs_and_metrics(tmp_path: Path) -> None:
     assert found["metric_definitions"] == [{"Name": "loss", "Regex": "loss=(.*)"}]
     assert (found["source_dir"], found["hyperparameters"]) == ("a", {"n": 3, "least": -1e-3})
     assert (found["disable_profiler"], found["tags"]) == (True, ["one", "two"])
-    with pytest.raises(ConfigurationError, match="no table of names"):
+    with pytest.raises(ConfigurationError, match="not a table of names"):
         estimator_arguments(job(tmp_path, text.replace("inputs.tsv", "none.tsv")), "train.py", [])
 
 
@@ -344,7 +344,7 @@ def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert "did you mean 'float32'" in call(*words, "--dtypes", "float23", code=2)
     wrong = call("estimate-memory", "BertModle", "--library_name", "transformers", code=2)
     assert "did you mean 'BertModel'" in wrong
-    assert "no model is downloaded" in call("estimate-memory", "org/name", "--library_name", "timm", code=2)
+    assert "models are not downloaded" in call("estimate-memory", "org/name", "--library_name", "timm", code=2)
     (tmp_path / "config.json").write_text('{"model_type": "bert", "auto_map": {"AutoConfig": "own.Config"}}')
     (tmp_path / "own.py").write_text("raise SystemExit('ran')")
     assert "Traceback" not in call("estimate-memory", tmp_path, "--library_name", "transformers")

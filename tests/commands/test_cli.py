@@ -299,14 +299,14 @@ FILES = {
     "trainer.callbacks: trainer_kit.callbacks.EarlyStopping does not take 'patiense', did you mean 'patience'?",
     STOPPING + "    init_args:\n      monitor: a\n      patience: x\n": ":6: "
     "trainer.callbacks: patience: expected int, found x",
-    "trainer:\n  max_epochs: [1\n": ":3: this is no YAML: expected ',' or ']', but got '<stream end>'",
+    "trainer:\n  max_epochs: [1\n": ":3: this is not YAML: expected ',' or ']', but got '<stream end>'",
     "trainer:\n  max_epochs: 1\n  max_epochs: 2\n": ":3: max_epochs: given twice",
     "trainer:\n  max_epochs: !!python/object/apply:os.mkdir [made]\n": ":2: "
     "!!python/object/apply:os.mkdir: this tag is not read; a class is a class_path",
     "- 1\n": ":1: there must be keys and values at the top",
     "data: " + "[" * 60 + "]" * 60 + "\n": ":1: nested deeper than 50 levels",
     BOMB: ":4: more than 2000 values, aliases written out",
-    '"\\UFFFFFFFF": 1\n': ":1: this is no YAML: cannot be read: Python int too large to convert to C int",
+    '"\\UFFFFFFFF": 1\n': ":1: this is not YAML: cannot be read: Python int too large to convert to C int",
     "optimzer: {}\n": ":1: optimzer: unknown key, did you mean 'optimizer'?",
     "trainer:\n  max_epoch: {a: {}}\n": ":2: trainer.max_epoch: unknown key, did you mean 'trainer.max_epochs'?",
     STOPPING + "    init_args:\n      monitor: a\n      patiense: {}\n": ":6: "
@@ -321,7 +321,7 @@ def test_a_wrong_file_is_one_line_with_its_place(script, tmp_path):
     cases = [["fit", f"--config={number}.yaml"] for number in range(len(FILES))]
     said = refusals(script, [*cases, ["fit", "--config", "none.yaml"]])
     assert said[:-1] == [f"{number}.yaml{line}" for number, line in enumerate(FILES.values())]
-    assert said[-1] == "none.yaml: there is no such file"
+    assert said[-1] == "none.yaml: the file does not exist"
     assert not (tmp_path / "made").exists()
 
 
@@ -453,7 +453,7 @@ def test_a_wrong_call_leaves_with_2_and_help_with_0(script):
     assert "Example" not in listed.stdout
     assert helped.returncode == 0
     assert "--trainer.max_epochs" in helped.stdout
-    assert "default 1000 if there is no other limit" in " ".join(helped.stdout.split())
+    assert "default 1000 if no other limit is set" in " ".join(helped.stdout.split())
     assert "--model.lr" in helped.stdout
 
 

@@ -167,13 +167,13 @@ def test_engines_can_be_configured(number: int, kind: str, key: str, value: obje
     assert "--config_file other.yaml" in output
     code, output = call("launch", "--config_file", "other.yaml", "train.py")
     assert code == 2
-    assert "there is no such script" in output
+    assert "the script does not exist" in output
 
 
 def test_default_and_show() -> None:
     code, output = call("config", "show")
     assert code == 2
-    assert "there is no configuration" in output
+    assert "no configuration file was found" in output
     assert call("config", "default", "--mixed-precision", "bf16")[0] == 0
     assert read_configuration(WRITTEN).values["mixed_precision"] == "bf16"
     code, output = call("config", "default")

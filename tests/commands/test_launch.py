@@ -391,7 +391,7 @@ def test_mpi_needs_no_options() -> None:
     ("words", "said"),
     [
         ([], "Missing argument 'SCRIPT'"),
-        (["none.py"], "there is no such script"),
+        (["none.py"], "the script does not exist"),
         (["--num_proceses", "2", "raw.py"], "No such option '--num_proceses'"),
         (["--num_processes", "two", "raw.py"], "is a whole number, not 'two'"),
         (["--mixed_precision", "bf17", "raw.py"], "is one of no, fp16, bf16, fp8"),
@@ -401,7 +401,7 @@ def test_mpi_needs_no_options() -> None:
         (["--cpu", "--no_python", "no-such-program"], "no program no-such-program"),
         (["--cpu", "--tee", "4", "raw.py"], "is 0 to 3 (none, stdout, stderr, both)"),
         (["--cpu", "--monitor_interval", "0", "raw.py"], "is a number of seconds above 0"),
-        (["--cpu", "--env", "A", "raw.py"], "a variable is NAME=TEXT"),
+        (["--cpu", "--env", "A", "raw.py"], "a variable is written as NAME=TEXT"),
         (["--cpu", "--rdzv_conf", "is_host=1", "raw.py"], "not by torch's rendezvous"),
         (["--cpu", "--use_parallelism_config", "raw.py"], "a parallelism_config needs an axis above 1"),
         (["--multi_gpu", "--use_deepspeed", "raw.py"], "this machine has no accelerator"),
@@ -411,8 +411,8 @@ def test_mpi_needs_no_options() -> None:
             "bad.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",
         ),
         (["--config_file", "tpu.yaml", "raw.py"], "tpu.yaml:"),
-        (["--config_file", "none.yaml", "raw.py"], "there is no configuration file none.yaml"),
-        (["--config_file", "fsdp.yaml", "--cpu", "none.py"], "there is no such script"),
+        (["--config_file", "none.yaml", "raw.py"], "the configuration file none.yaml does not exist"),
+        (["--config_file", "fsdp.yaml", "--cpu", "none.py"], "the script does not exist"),
     ],
 )
 def test_wrong_calls_leave_with_2(words: list[str], said: str) -> None:

@@ -88,13 +88,13 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
     wrong = {
         ("late_models:Net",): "missing 1 required positional argument: 'width'",
         ("late_models:Nte",): "did you mean 'Net'?",
-        ("late_models:Reads",): "could not be made without its weights",
-        ("late_models:not_a_module",): "not_a_module is no module",
+        ("late_models:Reads",): "cannot be constructed without its weights",
+        ("late_models:not_a_module",): "not_a_module is not a module",
         ("nowhere.at.all:Net",): "nowhere.at.all cannot be imported",
-        ("nowhere",): "this is no model",
+        ("nowhere",): "this is not a model",
         ("late_models:Net", "--args", "{width: "): "--args cannot be read",
         ("late_models:Net", "--args", BOMB): "--args cannot be read: more than 5000 values",
-        ("late_models:Net", "--args", "[1]"): "--args are names and values",
+        ("late_models:Net", "--args", "[1]"): "--args must map names to values",
     }
     for words, expected in wrong.items():
         code, said = call("estimate-memory", *words)

@@ -73,10 +73,10 @@ def test_memory_depends_on_the_scripts_arguments_and_nothing_fits_exits_with_1()
 def test_wrong_calls_exit_with_2():
     for words, text in (
         (("--world", "many", "--device", "h200"), "numbers of ranks, such as 8,64"),
-        (("--world", "2", "--device", "h900"), "no data sheet of this device is known"),
-        (("--world", "2", "--device", "h200", "--max-memory", "lots"), "--max-memory is a number of bytes"),
+        (("--world", "2", "--device", "h900"), "this device has no known data sheet"),
+        (("--world", "2", "--device", "h200", "--max-memory", "lots"), "--max-memory must be a number of bytes"),
         (("--world", "2", "--device", "h200", "--", "--height", "1"), "calls no Trainer.fit"),
-        (("--world", "2", "--device", "h200", "--html", "none/plan.html"), "is no directory that can be written to"),
+        (("--world", "2", "--device", "h200", "--html", "none/plan.html"), "is not a writable directory"),
         (("--world", "2", "--device", "h200", "--strategy", "dpp"), "no strategy is called 'dpp'"),
         (("--device", "h200"), "Missing option '--world'"),
     ):

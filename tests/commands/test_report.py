@@ -60,7 +60,7 @@ def test_a_watched_run_is_written_until_it_ends(tmp_path, monkeypatch):
 def test_mistakes(tmp_path):
     (tmp_path / "none").mkdir()
     code, output = call(tmp_path / "none")
-    assert (code, "there is no run in" in output) == (2, True)
+    assert (code, "contains no run" in output) == (2, True)
     make_run(tmp_path / "a", 1.0)
     code, output = call(tmp_path / "a", "-o", tmp_path / "no" / "page.html")
     assert (code, "could not be written" in output, "--output" in output) == (2, True, True)

@@ -87,7 +87,7 @@ def test_what_could_not_be_checked(verify, tmp_path):
     ran = verify("--strategy", "nonsense", "--devices", 2)
     assert (ran.returncode, "could not check" in ran.stderr) == (2, True)
     ran = verify("--html", "none/page.html")
-    assert (ran.returncode, "is no directory that can be written to" in ran.stderr) == (2, True)
+    assert (ran.returncode, "is not a writable directory" in ran.stderr) == (2, True)
     (tmp_path / "train.py").write_text("raise ValueError('broken')\n", encoding="utf-8")
     ran = verify()
     assert (ran.returncode, "broken" in ran.stderr) == (2, True)

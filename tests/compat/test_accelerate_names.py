@@ -105,7 +105,7 @@ def test_imports_as_scripts_have_them() -> None:
         ("from trainer_kit.utils import HfDeepSpeedConfig", "DeepSpeedPlugin(hf_ds_config=...)"),
         ("from trainer_kit.utils.launch import PrepareForLaunch", "notebook_launcher"),
         ("from trainer_kit.commands.launch import launch_command", "notebook_launcher"),
-        ("from trainer_kit.state import SharedDict", "each Accelerator has a state of its own"),
+        ("from trainer_kit.state import SharedDict", "each Accelerator has its own state"),
         ("from trainer_kit.test_utils import RegressionModel", "trainer_kit.testing"),
         ("from trainer_kit.hooks import ModelHok", "did you mean 'ModelHook'?"),
     ],

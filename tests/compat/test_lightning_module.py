@@ -97,8 +97,8 @@ def test_hyperparameters_come_from_a_file_on_request(tmp_path, name, text):
     ("text", "problem"),
     [
         ("- 1\n", "holds no mapping"),
-        ("a: !!python/object/apply:os.getcwd []\n", r"(?s)not YAML of plain values.*keyword arguments"),
-        ("a: [\n", "not YAML of plain values"),
+        ("a: !!python/object/apply:os.getcwd []\n", r"(?s)must be YAML of plain values.*keyword arguments"),
+        ("a: [\n", "must be YAML of plain values"),
         (None, "cannot be read"),
     ],
 )

@@ -309,7 +309,9 @@ def test_a_resumed_fit_with_a_larger_limit(tmp_path):
 
 def test_wrong_limits_and_other_attributes_of_loops_are_refused():
     trainer = tk.Trainer(**QUIET, max_epochs=2)
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)max_epochs is a whole number.*fit_loop.max_epochs = 2.5"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)max_epochs must be a whole number.*fit_loop.max_epochs = 2.5"
+    ):
         trainer.fit_loop.max_epochs = 2.5
     with pytest.raises(AttributeError, match="FitLoop has no batch_progress"):
         _ = trainer.fit_loop.batch_progress
@@ -380,7 +382,7 @@ def test_a_logger_that_is_set_writes_nothing_in_a_fast_dev_run(tmp_path):
 @pytest.mark.parametrize("given", [True, "csv", object(), tk.loggers.CSVLogger])
 def test_an_object_that_is_no_logger_is_refused(given):
     trainer = tk.Trainer(**QUIET)
-    with pytest.raises(tk.ConfigurationError, match="this is no logger"):
+    with pytest.raises(tk.ConfigurationError, match="this is not a logger"):
         trainer.logger = given
     assert trainer.loggers == []
 

@@ -26,7 +26,7 @@ def test_words_find_their_rows():
     assert len({find_device(word).name for word in [*named, "tpu-v5e", "tpu-v5p"]}) == 13
     assert find_device("A100") is find_device("a100_80GB")
     assert find_device("nvidia-h100").memory == 80
-    with pytest.raises(ConfigurationError, match="no data sheet of this device is known\n  found: 'h210'"):
+    with pytest.raises(ConfigurationError, match="this device has no known data sheet\n  found: 'h210'"):
         find_device("h210")
 
 

@@ -112,7 +112,7 @@ def test_toggling_lets_only_one_optimizer_s_parameters_learn():
             first, second = self.optimizers()
             with self.toggled_optimizer(first):
                 self.seen.append([p.requires_grad for p in self.parameters()])
-                with pytest.raises(ConfigurationError, match="toggled already"):
+                with pytest.raises(ConfigurationError, match="already toggled"):
                     self.toggle_optimizer(second)
             with second.toggle_model():
                 self.seen.append([p.requires_grad for p in self.parameters()])

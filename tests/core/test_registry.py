@@ -82,10 +82,10 @@ def test_a_string_without_module_and_name_is_refused_at_once(target):
 def test_a_taken_name_is_refused_unless_overwritten():
     registry = Registry("engine")
     registry.register("x", OrderedDict)
-    with pytest.raises(RegistryError, match="'x' is taken") as caught:
+    with pytest.raises(RegistryError, match="'x' is already registered") as caught:
         registry.register("x", "fractions:Fraction")
     assert "collections:OrderedDict" in caught.value.found
-    with pytest.raises(RegistryError, match="is taken"):
+    with pytest.raises(RegistryError, match="is already registered"):
         registry.register("x")(dict)
     assert registry.get("x") is OrderedDict
     registry.register("x", dict, overwrite=True)
@@ -95,7 +95,7 @@ def test_a_taken_name_is_refused_unless_overwritten():
 def test_objects_without_a_qualified_name_can_be_described_too():
     registry = Registry("engine")
     registry.register("x", functools.partial(dict, a=1))
-    with pytest.raises(RegistryError, match="is taken"):
+    with pytest.raises(RegistryError, match="is already registered"):
         registry.register("x", functools.partial(dict, a=2))
 
 
@@ -171,7 +171,7 @@ def test_a_users_entry_precedes_the_librarys_entry_regardless_of_order():
         registry.supply(name, "fractions:Fraction")
     assert registry.get("early") is dict
     assert registry.names() == ["early", "late"]
-    with pytest.raises(RegistryError, match="'late' is taken"):
+    with pytest.raises(RegistryError, match="'late' is already registered"):
         registry.register("late", dict)
     registry.register("late", list, overwrite=True)
     assert registry.get("late") is list

@@ -106,7 +106,7 @@ def test_lists_of_batches_are_loaders() -> None:
 
 
 def test_an_unknown_mode_is_refused() -> None:
-    with pytest.raises(DataError, match="no such mode") as caught:
+    with pytest.raises(DataError, match="unknown mode") as caught:
         CombinedLoader([], "min-size")  # type: ignore[arg-type]
     assert "did you mean 'min_size'?" in str(caught.value)
 

@@ -213,7 +213,7 @@ def test_a_distributed_sampler_is_obeyed_and_gets_the_epoch() -> None:
 
 def test_a_distributed_sampler_for_other_ranks_is_refused() -> None:
     sampler: DistributedSampler[int] = DistributedSampler(range(10), num_replicas=4, rank=3)  # type: ignore[arg-type]
-    with pytest.raises(DataError, match="divides the data in another way") as caught:
+    with pytest.raises(DataError, match="divides the data differently from") as caught:
         Feed(DataLoader(range(10), sampler=sampler), rank=1, size=2)
     assert "num_replicas=4, rank=3 on data rank 1 of 2" in str(caught.value)
 
@@ -267,7 +267,7 @@ def test_the_batch_size_can_be_replaced() -> None:
     assert (feed.per_rank_batch_size, feed.length, plain(feed.epoch(0))) == (2, 3, [[2, 3], [6, 7], [9]])
     assert loader.batch_size == 5
     for fixed in (DataLoader(range(4), batch_sampler=[[0], [1]]), [1, 2], iter([1])):
-        with pytest.raises(DataError, match="cannot be set from outside"):
+        with pytest.raises(DataError, match="cannot set the batch size of this"):
             Feed(fixed, batch_size=2)
 
 

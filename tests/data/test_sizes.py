@@ -98,12 +98,12 @@ def test_limits(length: int | None, limit: float | None, left: int | None) -> No
 @pytest.mark.parametrize(
     ("length", "limit", "problem"),
     [
-        (None, 0.5, "limit_val_batches is a fraction of an unknown length"),
-        (10, 1.5, "limit_val_batches as a float is a fraction"),
-        (10, float("nan"), "limit_val_batches as a float is a fraction"),
-        (10, -1, "limit_val_batches is a number of batches"),
-        (10, True, "limit_val_batches is a number of batches"),
-        (10, "5", "limit_val_batches is a number of batches"),
+        (None, 0.5, "limit_val_batches is a fraction, but the number of batches is unknown"),
+        (10, 1.5, "limit_val_batches as a float must be a fraction"),
+        (10, float("nan"), "limit_val_batches as a float must be a fraction"),
+        (10, -1, "limit_val_batches must be a number of batches"),
+        (10, True, "limit_val_batches must be a number of batches"),
+        (10, "5", "limit_val_batches must be a number of batches"),
         (3, 0.1, "limit_val_batches selects no batch"),
     ],
 )

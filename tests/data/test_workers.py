@@ -121,7 +121,7 @@ def test_a_worker_that_hangs_after_its_fork_is_forked_again(tmp_path: Path) -> N
     mended = sys.version_info >= ((3, 11, 10) if sys.version_info >= (3, 11) else (3, 10, 15))
     assert of_the_lock == ([again] if held and not mended else [])
     assert of_a_hook == [again] * 2
-    assert (at_last, begun, left) == ("a worker of the loader does not start", 0, [])
+    assert (at_last, begun, left) == ("a worker process of the loader does not start", 0, [])
 
 
 def test_a_context_without_fork_is_kept() -> None:

@@ -178,7 +178,7 @@ def test_without_scontrol(batch):
     with batch("1", **JOB, wait="1", PATH=str(Path("bin").resolve())) as process:  # the machine may have SLURM
         wait_for("step-0")
         out, _ = told(process, signal.SIGUSR1)
-    assert "job 71 is not requeued: there is no scontrol here" in out
+    assert "job 71 is not requeued: this machine has no scontrol" in out
 
 
 def test_outside_of_a_job_nothing_is_asked(batch):

@@ -43,5 +43,5 @@ def test_timeouts(given, seconds):
 
 
 def test_a_wrong_timeout_is_refused():
-    with pytest.raises(ValueError, match="hang_timeout is a length of time"):
+    with pytest.raises(ValueError, match="hang_timeout must be a duration"):
         chosen_timeout("soon")

@@ -161,7 +161,7 @@ def test_dtypes() -> None:
 
 def test_a_layer_that_is_larger_than_every_device_is_named() -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(100, 100))
-    with pytest.raises(StrategyError, match=r"'1' takes 40.4 kB, more than every device\n.*0: 30 kB, cpu: 2 kB"):
+    with pytest.raises(StrategyError, match=r"'1' takes 40.4 kB, more than any device has\n.*0: 30 kB, cpu: 2 kB"):
         infer(net, {0: "30kB", "cpu": "2kB"})
     with pytest.raises(StrategyError, match="together with what shares its weights"):
         infer(nn.Sequential(net[1], net[0], net[1]), {0: "30kB"})
@@ -178,9 +178,9 @@ def test_words_of_memory_and_devices(capsys: pytest.CaptureFixture[str]) -> None
     found = tk.get_max_memory({"cpu": "1GiB", "disk": "1TB", 1: "10GIB", 0: "1.5GB", "meta": 7})
     assert list(found.items())[:3] == [(0, 1_500_000_000), (1, 10 * 2**30), ("meta", 7)]
     assert list(found)[3:] == ["cpu", "disk"]
-    with pytest.raises(ConfigurationError, match=r"max_memory\[0\] is a number of bytes"):
+    with pytest.raises(ConfigurationError, match=r"max_memory\[0\] must be a number of bytes"):
         tk.get_max_memory({0: "ten"})
-    with pytest.raises(StrategyError, match="'gpu' is no device"):
+    with pytest.raises(StrategyError, match="'gpu' is not a device"):
         tk.get_max_memory({"gpu": 3})
     infer(Net(), {0: 200, 1: 200}, verbose=True)
     assert capsys.readouterr().out.splitlines()[-1] == "linear2: 100 B on 1"

@@ -140,16 +140,16 @@ def test_errors_before_anything_is_moved(tmp_path: Path) -> None:
         StrategyError, match=r"no device for head.weight, norm.bias, norm.num_batches_tracked and 3 more"
     ):
         tk.dispatch_model(model, {key: value for key, value in MIXED.items() if key not in ("head", "norm")})
-    with pytest.raises(StrategyError, match=r"(?s)no device for .*'haed' is no module: did you mean 'head'"):
+    with pytest.raises(StrategyError, match=r"(?s)no device for .*'haed' is not a module: did you mean 'head'"):
         tk.dispatch_model(model, {"haed" if key == "head" else key: value for key, value in MIXED.items()})
     with pytest.warns(UserWarning, match="names that are not in the model: extra"):
         tk.dispatch_model(model, {"": "cpu", "extra": "cpu"})
     with pytest.raises(StrategyError, match=r"go to disk, but no directory is given.*\n  fix:   pass offload_dir"):
         tk.dispatch_model(model, MIXED)
-    with pytest.raises(StrategyError, match="'gpu' is no device"):
+    with pytest.raises(StrategyError, match="'gpu' is not a device"):
         tk.dispatch_model(model, {"": "gpu"})
     if not torch.accelerator.is_available():
-        with pytest.raises(StrategyError, match=r"there is no device 0 on this machine\n  found: no accelerator"):
+        with pytest.raises(StrategyError, match=r"this machine has no device 0\n  found: no accelerator"):
             tk.dispatch_model(model, {**MIXED, "norm": 0}, offload_dir=tmp_path)
     with tk.init_empty_weights():
         empty = made()
@@ -224,7 +224,7 @@ def test_weights_leave_after_an_error_and_inputs_without_values_are_named(tmp_pa
         model(torch.ones(2, 4))
     assert {p.device.type for p in model.parameters()} == {"meta"}
     with pytest.raises(
-        StrategyError, match=r"an input of 'the model' has no values\n.*\n  fix:   make inputs on 'cpu'"
+        StrategyError, match=r"an input of 'the model' has no values\n.*\n  fix:   create inputs on 'cpu'"
     ):
         model(torch.ones(2, 4, device="meta"))
 

@@ -104,18 +104,18 @@ def test_wrong_calls(tmp_path: Path) -> None:
     for options, reason in (
         ({}, "either 4-bit or 8-bit"),
         ({"load_in_4bit": True, "load_in_8bit": True}, "either 4-bit or 8-bit"),
-        ({"load_in_4bit": True, "bnb_4bit_quant_type": "np4"}, "'np4' is no type"),
-        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "half"}, "'half' is no dtype"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "np4"}, "'np4' is not a 4-bit type"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "half"}, "'half' is not a dtype"),
         ({"load_in_4bit": True, "llm_int8_threshold": 5.0}, "applies to 8-bit"),
     ):
         with pytest.raises(PrecisionError, match=reason):
             tk.BnbQuantizationConfig(**options)
-    with pytest.raises(PrecisionError, match=r"there are no weights to quantise\n(?s:.*)pass weights_location"):
+    with pytest.raises(PrecisionError, match=r"the model has no weights to quantise\n(?s:.*)as weights_location"):
         tk.load_and_quantize_model(empty(), config)
     with pytest.raises(PrecisionError, match="no layer of this model can be quantised"):
         tk.load_and_quantize_model(nn.Sequential(nn.Embedding(2, 64), nn.Linear(64, 2)), config)
     hub = export(trained().state_dict(), tmp_path / "hub")
-    with pytest.raises(ConfigurationError, match="pass offload_folder"):
+    with pytest.raises(ConfigurationError, match="as offload_folder"):
         tk.load_and_quantize_model(empty(), config, hub, device_map={"": "disk"})
     other = empty()
     other.body[0] = nn.Linear(64, 64)

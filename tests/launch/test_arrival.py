@@ -94,5 +94,5 @@ def test_a_rank_that_is_killed_while_all_connect_is_named() -> None:
 @pytest.mark.parametrize("said", ["30s", "0", "-1"])
 def test_patience_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     monkeypatch.setenv("TRAINER_KIT_PATIENCE", said)
-    with pytest.raises(ConfigurationError, match="TRAINER_KIT_PATIENCE is a number of seconds"):
+    with pytest.raises(ConfigurationError, match="TRAINER_KIT_PATIENCE must be a number of seconds"):
         patience()

@@ -205,5 +205,5 @@ def test_rank_0_listens_at_one_address(address: str, port: int, tmp_path: Path, 
     assert ran.returncode == 0, ran.stderr
     listens = {"own": "127.0.0.1", "service": str(own)}[address]
     assert ran.stdout.split() == [f"{int.from_bytes(socket.inet_aton(listens), 'little'):08X}"]
-    said = f"rank 0 listens at {own}:{port}: MASTER_ADDR=192.0.2.200 is no address of this machine\n"
+    said = f"rank 0 listens at {own}:{port}: MASTER_ADDR=192.0.2.200 is not an address of this machine\n"
     assert ran.stderr == (said if address == "service" else "")

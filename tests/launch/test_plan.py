@@ -183,7 +183,7 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = "parallelism_config: {parallelism_config_tp_size: 2}\n"
     with pytest.raises(ConfigurationError, match="this engine does not support a device mesh"):
         plan(options("distributed_type: DEEPSPEED\nnum_processes: 2\n" + mesh), ALONE)
-    with pytest.raises(ConfigurationError, match="dividing sequences by DeepSpeed is not here yet"):
+    with pytest.raises(ConfigurationError, match="dividing sequences by DeepSpeed is not supported yet"):
         plan(options(SAMPLES["fsdp2.yaml"].replace("_sp_size: 1", "_sp_size: 2")), ALONE)
     alone = plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n" + mesh), ALONE).environ
     assert alone["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
@@ -212,7 +212,7 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
 
 
 def test_a_job_on_sagemaker_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="SageMaker is not started from here") as caught:
+    with pytest.raises(ConfigurationError, match="does not start a SageMaker job") as caught:
         plan(options(SAMPLES["sagemaker.yaml"]), ALONE)
     assert "config.yaml:" in str(caught.value.found)
     assert caught.value.fix
@@ -315,9 +315,9 @@ def test_variables_of_a_file_reach_the_script() -> None:
     assert "OTHER" not in os.environ
     for wrong, problem in {
         "environment: [A]\n": "is a mapping of variables",
-        "environment: {A: [1]}\n": "a variable is NAME=TEXT",
-        "environment: {A B: x}\n": "a variable is NAME=TEXT",
-        "tpu_env: [A]\n": "a variable is NAME=TEXT",
+        "environment: {A: [1]}\n": "a variable is written as NAME=TEXT",
+        "environment: {A B: x}\n": "a variable is written as NAME=TEXT",
+        "tpu_env: [A]\n": "a variable is written as NAME=TEXT",
         "environment: {WORLD_SIZE: 4}\n": "launch sets this variable itself",
     }.items():
         with pytest.raises(ConfigurationError, match=problem):
@@ -330,7 +330,9 @@ def test_a_named_tpu_file_is_read(tmp_path: Path) -> None:
     assert (found["distributed_type"], found["tpu_env"], found.origin("tpu_name")) == ("XLA", ["A=1"], "config.yaml:2")
     assert plan(found, ALONE).environ["A"] == "1"
     Path("pod.yaml").write_text("num_processes: 8\n")
-    with pytest.raises(ConfigurationError, match=r"yaml:1: tpu_config_file: pod\.yaml:1: num_processes is no key"):
+    with pytest.raises(
+        ConfigurationError, match=r"yaml:1: tpu_config_file: pod\.yaml:1: num_processes is not a TPU key"
+    ):
         options("tpu_config_file: pod.yaml\n")
 
 

@@ -94,7 +94,7 @@ def test_home_and_environment_variables_are_expanded(make, tmp_path, monkeypatch
 
 
 def test_a_url_is_refused(make):
-    with pytest.raises(ConfigurationError, match="local directory"):
+    with pytest.raises(ConfigurationError, match="local directories only"):
         make("s3://bucket/logs")
 
 

@@ -224,7 +224,7 @@ def check_what_is_refused() -> None:
     for module, batches, told in (
         (Speaker(make_language(), PLAN), make_texts([4], 7), "length 7 in dimension 1, cp=2"),
         (Speaker(make_language()), make_texts([4]), "Speaker does not declare the sequence dimension"),
-        (ByHand(make_language(), PLAN), make_texts([4]), "no call of it"),
+        (ByHand(make_language(), PLAN), make_texts([4]), "no call of scaled_dot_product_attention"),
     ):
         before = module.net.lm_head.weight.detach().clone()
         with pytest.raises(StrategyError, match=told):

@@ -345,8 +345,12 @@ def test_what_is_refused_before_the_first_step() -> None:
     for module, ranks, message in (
         (Divided(one_layer), 2, r"would differ between the 2 data ranks\n  found: net.3.weight, net.3.bias\n"),
         (Divided(lambda *_: None), 2, r"found: net.0.weight, net.0.bias, net.3.weight and 1 more\n"),
-        (Divided(other_mesh), 1, r"a mesh that is not this strategy's\n  found: net.0.weight, net.0.bias\n"),
-        (MadeInside(bare, "meta"), 1, r"no way to give(.|\n)*net.4 without reset_parameters\n  fix:   define reset_"),
+        (Divided(other_mesh), 1, r"a mesh that does not belong to this strategy\n  found: net.0.weight, net.0.bias\n"),
+        (
+            MadeInside(bare, "meta"),
+            1,
+            r"cannot initialise their weights(.|\n)*net.4 without reset_parameters\n  fix:   define reset_",
+        ),
         (
             Divided(another_unit_on_rank_one),
             2,
@@ -354,7 +358,7 @@ def test_what_is_refused_before_the_first_step() -> None:
         ),
         (Divided(another_layer_on_rank_one), 2, r"in different ways\n  found: net.0: a unit .* on rank 0, nothing on"),
         (ByHand(whole_module), 2, r"sharded as a whole\n  found: fully_shard\(self"),
-        (Undivided(), 1, r"found: Undivided has no configure_model\n  fix:   call parallelize_module"),
+        (Undivided(), 1, r"found: Undivided has no configure_model\n  fix:   define it, and call parallelize_module"),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))
         with pytest.raises(StrategyError, match=message):

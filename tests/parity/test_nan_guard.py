@@ -299,7 +299,7 @@ def test_a_kill_inside_the_window_of_a_rollback(programs: Any, tmp_path: Path, k
     assert_same(module.net, net)
     assert ("going back" in done.stdout) == (killed == 7), "the other checkpoint knows the bad step"
     assert (tmp_path / "skipped").read_text() == "[9]"
-    fewer = "steps 8 to 9 are left out, but not from step 6 on: there is no state before step 7"
+    fewer = "steps 8 to 9 are left out, but not from step 6 on: no state before step 7 was kept"
     assert (fewer in done.stdout) == (killed == 7)
 
 

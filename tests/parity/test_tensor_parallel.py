@@ -310,8 +310,8 @@ def check_that_states_fail_together() -> None:
 def check_what_is_refused() -> None:
     """Options for the data axes that would do nothing, or leave ranks with other weights."""
     for axes, options, told in (
-        ({"tp": 2}, {"cpu_offload": True}, "more than one rank along"),
-        ({"tp": 2, "dp_shard": 1}, {"ignored_modules": "norm"}, "more than one rank along"),
+        ({"tp": 2}, {"cpu_offload": True}, "more than one rank on"),
+        ({"tp": 2, "dp_shard": 1}, {"ignored_modules": "norm"}, "more than one rank on"),
     ):
         strategy = MeshStrategy(**axes, fsdp=options)
         with pytest.raises(StrategyError, match=told):

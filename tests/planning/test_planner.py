@@ -273,10 +273,10 @@ def test_samples_that_the_ranks_cannot_divide_are_named():
 
 def test_wrong_calls_are_answered_in_words():
     for given, text in (
-        ({"world": 0}, "the number of ranks is at least 1"),
-        ({"world": []}, "the number of ranks is at least 1"),
-        ({"world": 2, "device": "h900"}, "no data sheet"),
-        ({"world": 2, "max_memory": "much"}, "max_memory is a number of bytes"),
+        ({"world": 0}, "a plan needs at least 1 rank"),
+        ({"world": []}, "a plan needs at least 1 rank"),
+        ({"world": 2, "device": "h900"}, "no known data sheet"),
+        ({"world": 2, "max_memory": "much"}, "max_memory must be a number of bytes"),
         ({"world": 2, "price": -1}, "must not be negative"),
         ({"world": 2, "strategies": ["fsdp", "dpp"]}, "no strategy is called 'dpp'"),
         ({"world": 2, "precisions": ["bf16-mix"]}, "unknown precision 'bf16-mix'"),
@@ -284,7 +284,7 @@ def test_wrong_calls_are_answered_in_words():
     ):
         with pytest.raises(ConfigurationError, match=text):
             trainer().plan(Net(), loader(), **{"device": "h100", **given})
-    with pytest.raises(ConfigurationError, match="no training data"):
+    with pytest.raises(ConfigurationError, match="needs training data"):
         trainer().plan(Net(), world=1, device="h100")
     with pytest.raises(ConfigurationError, match="has no batch"):
         trainer().plan(Net(), [], world=1, device="h100")

@@ -157,7 +157,7 @@ tk.Trainer().fit(Big(), [])
 
 
 def test_scripts_without_a_fit_are_refused_in_words():
-    with pytest.raises(ConfigurationError, match=r"no such script\n  found: none\.py"):
+    with pytest.raises(ConfigurationError, match=r"the script does not exist\n  found: none\.py"):
         captured_fit("none.py", trainer_class=Trainer)
     assert "calls no Trainer.fit\n  found: it ran to its end" in refused("print('done')")
     assert "pass the script's arguments after --" in refused("sys.exit('usage')")
@@ -171,4 +171,4 @@ def test_scripts_without_a_fit_are_refused_in_words():
 
 def test_a_loop_over_an_accelerator_is_refused_in_words():
     text = refused("accelerator = tk.Accelerator(cpu=True)")
-    assert "a loop of your own over an Accelerator cannot be captured" in text
+    assert "a raw loop with an Accelerator cannot be captured" in text

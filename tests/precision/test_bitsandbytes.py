@@ -242,7 +242,7 @@ def test_modules_that_cannot_be_quantised_are_refused_before_the_first_step() ->
         trainer("int8").fit(Tied(), batches())
     with pytest.raises(PrecisionError, match="no mode 'nf5'"):
         BitsandbytesPrecision("nf5")  # type: ignore[arg-type]
-    with pytest.raises(PrecisionError, match="there is no module named 'haed'"):
+    with pytest.raises(PrecisionError, match="the model has no module named 'haed'"):
         trainer(BitsandbytesPrecision("nf4", exceptions=["haed"])).fit(Net(), batches())
 
 

@@ -169,9 +169,9 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
 @pytest.mark.parametrize(
     ("exceptions", "told"),
     [
-        (["heads"], "there is no module named 'heads'"),
+        (["heads"], "the model has no module named 'heads'"),
         ({"head": "b16"}, "unknown dtype 'b16'"),
-        (["tied"], "a weight that two modules share cannot have two dtypes\n  found: head.weight and tied.weight"),
+        (["tied"], "a weight shared by two modules cannot have two dtypes\n  found: head.weight and tied.weight"),
     ],
 )
 def test_invalid_exceptions_are_refused_before_the_first_step(exceptions: Any, told: str) -> None:

@@ -147,5 +147,5 @@ def test_runs_are_found_below_a_directory(tmp_path):
     names = [str(found.relative_to(tmp_path)) for found in find_runs([tmp_path, tmp_path / "b"])]
     assert names == ["a/version_2", "a/version_10", "b"]
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigurationError, match="there is no run in"):
+    with pytest.raises(ConfigurationError, match="contains no run"):
         find_runs([tmp_path / "empty"])

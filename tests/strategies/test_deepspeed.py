@@ -118,7 +118,7 @@ def test_contradictions_name_both_sides_and_all_of_them() -> None:
         ({"config": {"optimizer": {"type": "OneBitAdam"}}}, "names an optimizer that is not supported.*'OneBitAdam'"),
         ({"config": {"scheduler": {"type": "OneCycle"}}}, "JSON names a scheduler that is not supported"),
         ({"config": {"optimizer": {"type": "adamw", "params": {"lrr": 1}}}}, "params.lrr.*did you mean 'lr'"),
-        ({"config": {"zero_optimization": True}}, "is an object"),
+        ({"config": {"zero_optimization": True}}, "must be a JSON object"),
         ({"config": "nowhere.json"}, "nowhere.json: No such file"),
     ],
 )  # fmt: skip
@@ -128,7 +128,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
 
 
 def test_a_file_that_is_no_json(tmp_path: Path) -> None:
-    for text, part in [("{", "is no JSON"), ("[1]", "holds no JSON object")]:
+    for text, part in [("{", "is not JSON"), ("[1]", "holds no JSON object")]:
         (tmp_path / "ds.json").write_text(text)
         with pytest.raises(ConfigurationError, match=part):
             read_config(tmp_path / "ds.json")
@@ -256,7 +256,7 @@ def the_json_names_what_the_module_does_not() -> None:
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 5 / 6)
     with pytest.raises(StrategyError, match="names the optimizer, and so does the script"):
         fit(Classifier(make_net()), NAMED)
-    with pytest.raises(StrategyError, match=r'there is no value for "auto" in .*\n.*optimizer\.params\.lr'):
+    with pytest.raises(StrategyError, match=r'"auto" has no value in .*\n.*optimizer\.params\.lr'):
         fit(Bare(make_net()), {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
 
 

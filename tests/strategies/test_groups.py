@@ -279,7 +279,7 @@ def test_clipping() -> None:
     clip_gradients(by_value, 3.5, "value")
     assert torch.cat([p.grad for p in by_value[:2]]).tolist() == [3.0, 0.0, 0.0, -3.5]
     assert by_value[2].grad is None
-    with pytest.raises(ConfigurationError, match="unknown way to clip gradients\n  found: 'max'"):
+    with pytest.raises(ConfigurationError, match="unknown clipping algorithm\n  found: 'max'"):
         clip_gradients(parameters(), 1.0, "max")
 
 

@@ -201,7 +201,7 @@ def test_the_distributed_optimizer_is_the_same_training() -> None:
     trainer, _ = train(distributed(), module=other, ckpt_path="scaled", max_epochs=2, max_steps=4, **sixteen)
     assert trainer.precision_plugin.state_dict()["scale"] == 2.0**19
     assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 1
-    with pytest.raises(StrategyError, match="distributed optimizer has no SGD"):
+    with pytest.raises(StrategyError, match="distributed optimizer does not support SGD"):
         train(distributed())
 
 
@@ -220,13 +220,13 @@ def test_unsupported_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     strategy = MegatronStrategy(tensor_parallel=2)
     with pytest.raises(StrategyError, match="runs on CUDA only"):
         strategy.start()
-    with pytest.raises(StrategyError, match="3 processes are no multiple of 2"):
+    with pytest.raises(StrategyError, match="3 processes are not a multiple of 2"):
         strategy.places(3)
     sizes = {"tensor_model_parallel_size": 2}
     for config, precision, told in (
-        ({}, "32-true", "tensor_model_parallel_size=1, where this run has 2"),
-        ({"bf16": True, **sizes}, "32-true", "bf16=True, where this run has False"),
-        (sizes, "bf16-mixed", "bf16=False, where this run has True"),
+        ({}, "32-true", "tensor_model_parallel_size=1, but this run needs 2"),
+        ({"bf16": True, **sizes}, "32-true", "bf16=True, but this run needs False"),
+        (sizes, "bf16-mixed", "bf16=False, but this run needs True"),
         ({"num_moe_experts": 4, **sizes}, "32-true", "num_moe_experts is not supported yet"),
         ({"gated_linear_unit": True, **sizes}, "32-true", "gated layers"),
     ):

@@ -190,7 +190,7 @@ def fit(make: Any) -> None:
 @pytest.mark.parametrize(
     ("make", "error", "what"),
     [
-        (Skipping, StrategyError, "training_step returned no loss, and the other pipeline stages"),
+        (Skipping, StrategyError, "training_step returned no loss, but the other pipeline stages"),
         (CallingTwice, StrategyError, "training_step calls the pipelined model twice"),
         (Failing, KeyError, "mine"),
     ],
@@ -207,7 +207,7 @@ def test_an_error_of_the_last_stage_is_raised(make: Any, error: Any, what: str) 
 @pytest.mark.world_size(2)
 def test_modules_that_have_no_place_in_a_pipeline() -> None:
     for make, what in (
-        (Outside, "scale.weight is not in what becomes the stages"),
+        (Outside, "scale.weight lies outside the submodule that becomes the pipeline stages"),
         (NotCalling, "did not call the pipelined model"),
         (Listening, "on_before_backward and on_after_backward are not supported"),
     ):

@@ -165,9 +165,9 @@ def test_what_is_no_list_of_optimizers():
         trainer = tk.Trainer(max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Other(momentum_later)])
         trainer.fit(module, DataLoader(points(), batch_size=4))
         assert torch.equal(module.last.weight, one.last.weight)
-    with pytest.raises(tk.ConfigurationError, match=r"no optimizer\n.*'sgd'"):
+    with pytest.raises(tk.ConfigurationError, match=r"not an optimizer\n.*'sgd'"):
         fitted(lambda net, epoch: "sgd")
-    with pytest.raises(tk.ConfigurationError, match="no fit is running"):
+    with pytest.raises(tk.ConfigurationError, match="only while fit runs"):
         trainer.optimizers = trainer.optimizers
 
     class Item(tk.Callback):
@@ -175,7 +175,7 @@ def test_what_is_no_list_of_optimizers():
             trainer.optimizers[0] = torch.optim.SGD(pl_module.parameters(), lr=0.1)
 
     trainer = tk.Trainer(max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Item()])
-    with pytest.raises(tk.ConfigurationError, match=r"are set together"):
+    with pytest.raises(tk.ConfigurationError, match=r"must be set together"):
         trainer.fit(Net(), DataLoader(points(), batch_size=4))
 
 
@@ -312,7 +312,7 @@ def test_another_number_and_no_run():
     with pytest.raises(tk.ConfigurationError, match="2 in the place of 1"):
         trainer.fit(Net(), DataLoader(points(), batch_size=4))
     trainer = tk.Trainer(max_epochs=1, accelerator="cpu", barebones=True)
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)no fit is running.*in a hook.*if trainer.training"):
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)only while fit runs.*in a hook.*if trainer.training"):
         trainer.optimizers = []
     with pytest.raises(tk.StrategyError, match=r"trainer\.optimizers = "):
         trainer.strategy.optimizers = []

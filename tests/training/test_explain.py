@@ -294,6 +294,6 @@ def test_a_long_axis_is_cut_and_text_is_escaped():
 
 
 def test_another_format_is_refused():
-    with pytest.raises(ConfigurationError, match='explain gives "text" or "svg"') as caught:
+    with pytest.raises(ConfigurationError, match='explain returns "text" or "svg"') as caught:
         trainer().explain(format="svgg")
     assert "svg" in str(caught.value).partition("fix:")[2]

@@ -53,7 +53,7 @@ def test_load_from_checkpoint_of_an_object_is_refused(tmp_path):
         pass
 
     for owner in (TinyModule(), Data()):
-        with pytest.raises(ConfigurationError, match="makes a new object") as error:
+        with pytest.raises(ConfigurationError, match="creates a new object") as error:
             owner.load_from_checkpoint(tmp_path)
         assert f"{type(owner).__name__}.load_from_checkpoint" in error.value.fix
     assert inspect.ismethod(TinyModule.load_from_checkpoint)
@@ -232,7 +232,7 @@ def test_the_value_before_the_name():
         def training_step(self, batch, batch_idx):
             self.log(batch.mean(), "mean")
 
-    with pytest.raises(LogError, match="name is a string") as error:
+    with pytest.raises(LogError, match="name of a metric must be a string") as error:
         trainer().fit(Swapped(), BATCHES)
     assert "self.log(name, value)" in error.value.fix
 
@@ -393,7 +393,7 @@ def test_persistent_workers_end_with_the_run():
 @pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
 def test_an_entry_point_of_the_class(verb):
     for owner in (TinyModule(), tk.Trainer):
-        with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} is called on the class") as error:
+        with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} was called on the class") as error:
             getattr(tk.Trainer, verb)(owner, BATCHES)
         assert f"trainer.{verb}(module, ...)" in error.value.fix
 
@@ -420,7 +420,7 @@ def test_a_monitored_value_of_a_validation_that_is_not_there(callback, tmp_path,
         )
 
     line = f"{callback.__name__} monitors 'val_loss', and this fit has no validation: define validation_step"
-    with pytest.raises(ConfigurationError, match="monitors 'val_loss', which is not logged"):
+    with pytest.raises(ConfigurationError, match="monitors 'val_loss', but no value of this name is logged"):
         made("val_loss").fit(WithoutValidation(), BATCHES)
     assert line in capsys.readouterr().out
     made("val_loss").fit(LogsItself(), BATCHES)
@@ -500,7 +500,7 @@ def test_a_checkpoint_of_every_few_steps_needs_no_validation(tmp_path):
 )
 def test_clipping_something_else_than_parameters(call, given):
     accelerator, model = tk.Accelerator(cpu=True), nn.Linear(2, 2)
-    with pytest.raises(ConfigurationError, match="no parameters") as error:
+    with pytest.raises(ConfigurationError, match="needs the parameters") as error:
         getattr(accelerator, call)(given(model), 1.0)
     assert "model.parameters()" in error.value.fix
     accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -518,7 +518,7 @@ def test_clipping_a_module_in_a_step():
             self.manual_backward(super().training_step(batch, batch_idx))
             self.clip_gradients(self, 1.0)
 
-    with pytest.raises(ConfigurationError, match="takes an optimizer") as error:
+    with pytest.raises(ConfigurationError, match="takes the optimizer") as error:
         trainer().fit(Clips(), BATCHES)
     assert "self.optimizers()" in error.value.fix
 

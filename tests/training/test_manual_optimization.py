@@ -394,7 +394,7 @@ def test_toggling_twice_is_refused():
             for optimizer in self.optimizers():
                 self.toggle_optimizer(optimizer)
 
-    with pytest.raises(ConfigurationError, match="toggled already"):
+    with pytest.raises(ConfigurationError, match="already toggled"):
         Trainer(max_steps=1, **QUIET).fit(Twice(), batches())
 
 

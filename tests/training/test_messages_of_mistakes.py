@@ -90,12 +90,12 @@ class NoInit(TinyModule):
     ("module", "options", "fit", "said"),
     [
         (NoInit, {}, {}, "NoInit.__init__ does not call super"),
-        (lambda: TinyModule, {}, {}, r"(?s)the class of a module.*TinyModule\(\.\.\.\)"),
+        (lambda: TinyModule, {}, {}, r"(?s)a class, not a module object.*TinyModule\(\.\.\.\)"),
         (TinyModule, {"callbacks": [EarlyStopping]}, {}, r"(?s)not a callback.*make one: EarlyStopping\(\.\.\.\)"),
-        (TinyModule, {"logger": CSVLogger}, {}, "(?s)no logger.*not its class"),
+        (TinyModule, {"logger": CSVLogger}, {}, "(?s)not a logger.*not its class"),
         (TinyModule, {"max_time": 5}, {}, '(?s)needs a unit.*"5s"'),
-        (TinyModule, {"accumulate_grad_batches": "4"}, {}, "accumulation is a number of micro-batches"),
-        (TinyModule, {}, {"ckpt_path": True}, "ckpt_path is a path"),
+        (TinyModule, {"accumulate_grad_batches": "4"}, {}, "accumulation must be a number of micro-batches"),
+        (TinyModule, {}, {"ckpt_path": True}, "ckpt_path must be a path"),
     ],
 )
 def test_mistakes_that_have_a_name(module: Any, options: Any, fit: Any, said: str) -> None:

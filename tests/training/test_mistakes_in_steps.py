@@ -141,4 +141,4 @@ def test_text_is_not_logged(value):
         tk.Trainer(max_epochs=1, **OFF).fit(Logs(), GOOD)
     assert error.value.problem == "'note' is not a number"
     assert repr(value) in error.value.found
-    assert "text goes to self.print" in error.value.fix
+    assert "use self.print" in error.value.fix

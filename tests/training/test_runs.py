@@ -529,7 +529,7 @@ def test_a_run_that_was_moved_with_its_script_is_continued(script, monkeypatch, 
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
     capsys.readouterr()
     if old_record:
-        with pytest.raises(ConfigurationError, match=r"old/train\.py, which is not there any more"):
+        with pytest.raises(ConfigurationError, match=r"old/train\.py, which does not exist any more"):
             fit(default_root_dir=tmp_path / "new", **options)
         return
     again = fit(default_root_dir=tmp_path / "new", **options)
@@ -565,7 +565,7 @@ def test_a_moved_run_and_a_moved_script_are_refused(script, monkeypatch, tmp_pat
     (tmp_path / "old" / "train.py").unlink()
     script()
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
-    with pytest.raises(ConfigurationError, match=r"whose script was .*old/train\.py, which is not there any more"):
+    with pytest.raises(ConfigurationError, match=r"whose script was .*old/train\.py, which does not exist any more"):
         fit(default_root_dir=tmp_path / "runs")
 
 
@@ -579,7 +579,7 @@ def test_a_record_does_not_lead_a_logger_outside_of_its_directory(script, tmp_pa
     file = first.run_dir / "run.json"
     edited(file, {"loggers": [{"name": "trainer_kit_logs", "version": version}]})
     script()
-    with pytest.raises(ConfigurationError, match="the run to continue logs outside of"):
+    with pytest.raises(ConfigurationError, match="the run to continue has its logs outside of"):
         fit(default_root_dir=tmp_path / "a" / "b")
     assert not list(tmp_path.rglob("OUT*"))
     assert not os.path.exists("/tmp/OUT")

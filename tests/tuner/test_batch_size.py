@@ -126,14 +126,14 @@ def test_mistakes() -> None:
             return DataLoader(Samples(), batch_size=4)
 
     module = Fixed()
-    with pytest.raises(tk.ConfigurationError, match="does not set the batch size"):
+    with pytest.raises(tk.ConfigurationError, match="does not determine the batch size"):
         scale_batch_size(trainer(), module)
     assert module.batch_size == 4
     with pytest.raises(tk.ConfigurationError, match="no attribute holds the batch size"):
         scale_batch_size(trainer(), module, [torch.ones(2, 8)])
     with pytest.raises(tk.ConfigurationError, match="no batch size fits"):
         scale_batch_size(trainer(), Net(in_step=full_above(0)))
-    with pytest.raises(tk.ConfigurationError, match="doubled from init_val"):
+    with pytest.raises(tk.ConfigurationError, match="an argument of the batch size search is wrong"):
         scale_batch_size(trainer(), Net(), mode="half")
     with pytest.raises(ValueError, match="user code"):
         scale_batch_size(trainer(), Net(in_step=_fail))

@@ -790,7 +790,7 @@ class Accelerator:
         """Return a plugin of ``Accelerator(deepspeed_plugins={name: plugin})``."""
         if name not in self.deepspeed_plugins:
             known = ", ".join(self.deepspeed_plugins) or "none"
-            raise ConfigurationError(f"there is no DeepSpeed plugin {name!r}", found=known)
+            raise ConfigurationError(f"unknown DeepSpeed plugin {name!r}", found=known)
         return self.deepspeed_plugins[name]
 
     def select_deepspeed_plugin(self, name: str) -> None:

@@ -106,7 +106,7 @@ class Checkpoints:
             raise ConfigurationError(
                 "a registered object needs state_dict() and load_state_dict()",
                 found=", ".join(refused),
-                fix="give its class both, or keep it in an object that has them",
+                fix="define both methods in its class, or register an object that has them",
             )
         self.objects.extend(objects)
 
@@ -350,7 +350,7 @@ class Checkpoints:
         wrong = [f"{kind}: {then} saved, {now} prepared" for kind, (then, now) in counts.items() if then != now]
         if wrong:
             raise CheckpointError(
-                path, None, "; ".join(wrong), fix="prepare and register the same things, in the same order, first"
+                path, None, "; ".join(wrong), fix="first prepare and register the same objects in the same order"
             )
 
     def _agreed(self, path: str | os.PathLike[str]) -> Path:
@@ -378,7 +378,7 @@ class Checkpoints:
 
         found = on_rank_zero(self._world, newest_sound)
         if found is None:
-            raise CheckpointError(root, None, "there is no checkpoint here that can be loaded")
+            raise CheckpointError(root, None, "this directory contains no checkpoint that can be loaded")
         return Path(found)
 
     def _next_path(self) -> Path:
@@ -582,7 +582,7 @@ def _local_directory(path: str | os.PathLike[str]) -> Path:
     found = absolute(path)
     if not isinstance(found, Path):
         raise ConfigurationError(
-            "an Accelerator saves to a directory of this machine",
+            "an Accelerator saves to local directories only",
             found=str(found),
             fix="save to a local path; a Trainer can save checkpoints to a URL",
         )

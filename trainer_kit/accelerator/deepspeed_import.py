@@ -92,7 +92,7 @@ def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Seq
             "lr_scheduler",
             f"it is no state of {kind if len(schedulers) == 1 else f'{len(schedulers)} schedulers'}:"
             f" it has {', '.join(sorted(saved))}",
-            fix="prepare one scheduler of the class that was saved",
+            fix="prepare one scheduler, of the class that was saved",
         )
 
 
@@ -127,7 +127,7 @@ def _restore(
     if not content.moments or "betas" not in optimizer.param_groups[0]:
         raise CheckpointError(
             path, "optimizer", f"it has moments of Adam, and {type(optimizer).__name__} is prepared"
-            if content.moments else "there are no moments in it",
+            if content.moments else "it contains no moments",
             fix="load weights alone: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) before prepare",
         )  # fmt: skip
     if missing:

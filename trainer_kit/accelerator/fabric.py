@@ -81,7 +81,7 @@ class Fabric:
             raise ConfigurationError(
                 "this strategy is not available in Fabric",
                 found=repr(strategy),
-                fix='"auto", "ddp" or "fsdp"; or an object of trainer_kit.strategies',
+                fix='use "auto", "ddp" or "fsdp", or pass an object of trainer_kit.strategies',
             )
         if precision is not None and plugins is not None:
             raise ConfigurationError("the precision is given twice", fix="pass precision= or plugins=")
@@ -100,7 +100,7 @@ class Fabric:
                 fix=f"trainer-kit launch --num_processes {wanted * num_nodes} SCRIPT, or torchrun",
             )
         if accelerator not in ("auto", self.device.type) and (accelerator != "gpu" or self.device.type == "cpu"):
-            raise ConfigurationError("there is no such device here", found=f"accelerator={accelerator!r}")
+            raise ConfigurationError("this machine has no such device", found=f"accelerator={accelerator!r}")
         self.callbacks = [] if callbacks is None else callbacks if isinstance(callbacks, list) else [callbacks]
         self.loggers = [] if loggers is None else loggers if isinstance(loggers, list) else [loggers]
 
@@ -161,7 +161,7 @@ class Fabric:
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process ``src`` on every process."""
         if src != 0:
-            raise ConfigurationError("only process 0 can be the source", found=f"src={src}", fix="all_gather it")
+            raise ConfigurationError("only process 0 can be the source", found=f"src={src}", fix="use all_gather")
         return self.accelerator.world.broadcast(obj)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
@@ -411,7 +411,7 @@ def _number(devices: Any) -> int | None:
     raise ConfigurationError(
         "devices= must be a number",
         found=f"devices={devices!r}",
-        fix="their number; the variable CUDA_VISIBLE_DEVICES chooses them",
+        fix="pass how many to use; CUDA_VISIBLE_DEVICES selects which ones",
     )
 
 

@@ -114,7 +114,7 @@ class FabricModule(nn.Module):
         def refuse(*_: Any) -> None:
             if torch.is_grad_enabled():
                 raise ConfigurationError(
-                    "this method runs layers past the wrapper that synchronises gradients",
+                    "this method runs layers without the wrapper that synchronises gradients",
                     found=f"{type(self.module).__name__}.{name}",
                     fix=f"model.mark_forward_method({name!r}) after fabric.setup, or torch.no_grad() around the call",
                 )
@@ -201,7 +201,7 @@ class _FabricAsTrainer:
             raise AttributeError(
                 str(
                     ConfigurationError(
-                        f"a Fabric runs this module, so there is no trainer.{name}",
+                        f"trainer.{name} is not available: a Fabric runs this module",
                         fix="pass the value to the method as an argument",
                     )
                 )

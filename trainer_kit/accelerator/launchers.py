@@ -67,7 +67,7 @@ def notebook_launcher(
         raise ConfigurationError(
             "a notebook starts processes on its own machine only",
             found=f"num_nodes={num_nodes}",
-            fix="put the code into a script, and start it with torchrun on each machine",
+            fix="move the code into a script, and start it with torchrun on each machine",
         )
     wanted = num_processes or available_devices("auto")
     settings = {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}

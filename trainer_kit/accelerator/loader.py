@@ -659,7 +659,7 @@ def prepare_loader(
         whole = getattr(loader, "batch_size", None)
         if whole is None or whole % group.size:
             raise ConfigurationError(
-                "split_batches needs a batch size that can be divided by the number of processes",
+                "split_batches needs a batch size that is divisible by the number of processes",
                 found=f"batch_size={whole} over {group.size} processes",
                 fix=f"use a multiple of {group.size}, or leave split_batches out",
             )

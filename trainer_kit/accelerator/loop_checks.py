@@ -175,7 +175,7 @@ class LoopChecks:
             return
         if not any(id(parameter) in mine for model in self._models for parameter in model.parameters()):
             raise RankError(
-                "an optimizer was prepared, and its model was not: every process would train its own",
+                "an optimizer was prepared without its model: every process would train a separate copy",
                 found=f"{type(optimizer).__name__} on {self._world.size} processes",
                 fix="model, optimizer = accelerator.prepare(model, optimizer)",
             )

@@ -389,7 +389,7 @@ class Prepared:
 
 def _no_parameters(given: Any) -> ConfigurationError:
     return ConfigurationError(
-        "the gradients of parameters are clipped, and these are no parameters",
+        "clip_grad_norm_ needs the parameters whose gradients it clips",
         found=f"a {type(given).__name__}",
-        fix="accelerator.clip_grad_norm_(model.parameters(), max_norm), with parentheses",
+        fix="call accelerator.clip_grad_norm_(model.parameters(), max_norm), with parentheses",
     )

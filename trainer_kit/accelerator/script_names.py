@@ -205,7 +205,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """
     if args and isinstance(args[0], bool):
         raise ConfigurationError(
-            "tqdm's first argument is what it counts", found=str(args[0]), fix="main_process_only="
+            "the first argument of tqdm must be the iterable that it counts",
+            found=str(args[0]),
+            fix="pass main_process_only= by name",
         )
     disable = kwargs.pop("disable", False) or (main_process_only and not PartialState().is_local_main_process)
     return bar_class()(*args, disable=disable, **kwargs)
@@ -365,7 +367,7 @@ def _refuse_adapters(adapter_only: bool) -> None:
         raise ConfigurationError(
             "filtering adapter weights is not supported",
             found="adapter_only=True",
-            fix="peft's save_pretrained, with state_dict=",
+            fix="call peft's save_pretrained with state_dict=",
         )
 
 

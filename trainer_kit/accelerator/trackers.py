@@ -459,14 +459,14 @@ class Trackers:
         """Return a tracker by name, after it has received all logged values; ``unwrap``: the object that it wraps.
 
         Raises:
-            ConfigurationError: there is no tracker of this name.
+            ConfigurationError: no tracker has this name.
         """
         self._deliveries.wait()
         for tracker in self.started:
             if tracker.name == word_of(name):
                 return tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
         raise ConfigurationError(
-            f"there is no tracker {name!r}",
+            f"unknown tracker {name!r}",
             found=", ".join(tracker.name for tracker in self.started) or "none is started",
             fix=f"Accelerator(log_with={name!r}), and init_trackers(...) first",
         )

@@ -46,16 +46,16 @@ class CheckpointName:
             self._parts = list(self._read(self.template))
         except ValueError as error:
             raise ConfigurationError(
-                "this checkpoint filename cannot be read",
+                "this checkpoint filename is not a valid template",
                 found=f"{self.template!r}: {error}",
                 fix="{name} or {name:.2f}",
             ) from error
         literal = "".join(text for text, _, _ in self._parts)
         if "/" in literal or "\\" in literal or literal.startswith(".") or not self.template:
             raise ConfigurationError(
-                "a checkpoint filename is the name of one directory",
+                "a checkpoint filename must name a single directory",
                 found=repr(self.template),
-                fix="put the folder into dirpath=, and start with a letter or a field",
+                fix="pass the parent folder as dirpath=, and start the filename with a letter or a field",
             )
 
     @staticmethod
@@ -499,7 +499,7 @@ class CheckpointFiles:
         name = os.path.basename(path)
         if os.path.dirname(path) not in ("", self.dirpath) or not name or name.startswith("."):
             raise ConfigurationError(
-                "format_checkpoint_name names one directory in dirpath",
+                "format_checkpoint_name must return a directory directly in dirpath",
                 found=path,
                 fix=f"return a path directly in {self.dirpath}, and put another folder into dirpath=",
             )

@@ -36,7 +36,7 @@ def in_run(every: Duration, trainer: TrainerLike) -> Duration:
     total = trainer.estimated_stepping_batches
     if not math.isfinite(total):
         raise DurationError(
-            f"{every} is a fraction of a run whose length is not known",
+            f"{every} is a fraction of a run whose length is unknown",
             fix='set max_steps or max_epochs with a sized loader, or count in another unit ("500ba")',
         )
     return Duration(max(1, round(every.value * total)), "st")
@@ -58,9 +58,9 @@ def the_only(**given: tuple[DurationLike | None, str]) -> Duration | None:
     found = {name: every for name, every in intervals.items() if every.value > 0 or every.unit == "s"}
     if len(found) > 1:
         raise ConfigurationError(
-            "only one interval at a time",
+            "a callback takes one interval only",
             found=", ".join(f"{name}={every}" for name, every in found.items()),
-            fix="use one callback for each",
+            fix="use one callback for each interval",
         )
     return next(iter(found.values()), None)
 
@@ -86,7 +86,7 @@ class Monitor:
     def __init__(self, name: str, mode: str, owner: str) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(
-                f"{owner}(mode=) is a direction", found=repr(mode), fix=did_you_mean(str(mode), ("min", "max"))
+                f"{owner}(mode=) must be 'min' or 'max'", found=repr(mode), fix=did_you_mean(str(mode), ("min", "max"))
             )
         self.name, self.mode, self.owner = name, mode, owner
         self.worst = float("inf") if mode == "min" else float("-inf")
@@ -117,7 +117,7 @@ class Monitor:
         fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
         lacks = names_validation(self.name) and not has_validation(trainer)
         return ConfigurationError(
-            f"{self.owner} monitors {self.name!r}, which is not logged",
+            f"{self.owner} monitors {self.name!r}, but no value of this name is logged",
             found=f"logged so far: {', '.join(known) or 'nothing'}{'; there is no validation' if lacks else ''}",
             fix=f"define validation_step and val_dataloader, or: {fix}" if lacks else fix,
         )

@@ -152,7 +152,7 @@ class BaseFinetuning(Callback):
         if self._adds_groups and len(trainer.optimizers) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} adds parameters to one optimizer",
-                found=f"{len(trainer.optimizers)} optimizers, each of which would step them",
+                found=f"{len(trainer.optimizers)} optimizers, and each would step the added parameters",
                 fix="subclass BaseFinetuning: its finetune_function is called for each optimizer",
             )
         for name, norm in _batch_norms(module):

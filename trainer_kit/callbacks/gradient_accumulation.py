@@ -58,7 +58,7 @@ class GradientAccumulation(Callback):
     @staticmethod
     def _read_target(target: str | Duration) -> Duration:
         refusal = ConfigurationError(
-            "accumulation is a number of micro-batches, or a target in samples or tokens",
+            "accumulation must be a number of micro-batches, or a target in samples or tokens",
             found=repr(target),
             fix='write 4, {0: 1, 4: 2}, "4096sp" or "1e6tok"',
         )

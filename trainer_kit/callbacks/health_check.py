@@ -51,9 +51,9 @@ class HealthCheck(Callback):
         self.every = None if every is None else Duration.parse(every, "st")
         if self.every is not None and not (self.every.value > 0 and self.every.unit != "dur"):
             raise ConfigurationError(
-                "the interval of health checks is a count or a time above 0",
+                "the interval of health checks must be a count or a duration above 0",
                 found=f"every={every!r}",
-                fix='every="500ba", or every=None to check only before training',
+                fix='pass every="500ba", or every=None to check only before training',
             )
         self.acts_every = self.every
         self.last: Survey | None = None

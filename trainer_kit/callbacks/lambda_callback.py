@@ -183,7 +183,7 @@ def _counts(hook: str) -> tuple[int, int]:
 
 def _check(hook: str, function: Callable[..., Any], where: str) -> None:
     if hook not in _HOOKS:
-        raise HookError(f"there is no hook {hook!r}", found=where, fix=did_you_mean(hook, _HOOKS))
+        raise HookError(f"unknown hook {hook!r}", found=where, fix=did_you_mean(hook, _HOOKS))
     if not callable(function):
         raise HookError(f"{where} must be a function", found=repr(function), fix="give a function")
     required, full = _counts(hook)

@@ -22,7 +22,7 @@ __all__ = ["OnExceptionCheckpoint", "Preemption"]
 
 @final
 class _Request:
-    """A checkpoint with a path of its own."""
+    """A checkpoint with its own path."""
 
     weights_only = False
 
@@ -52,7 +52,7 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename or Path(filename).name != filename:
             raise ConfigurationError(
-                "filename is the name of one directory", found=repr(filename), fix="put folders into dirpath"
+                "filename must name a single directory", found=repr(filename), fix="pass the parent folder as dirpath"
             )
         self.dirpath, self.filename = dirpath, filename
 
@@ -211,7 +211,7 @@ def _signal(source: Any) -> signal.Signals | None:
     if not name.startswith("SIG") or not name.isupper():
         return None
     if name not in signal.Signals.__members__:
-        raise ConfigurationError("no such signal", found=name, fix=did_you_mean(name, list(signal.Signals.__members__)))
+        raise ConfigurationError("unknown signal", found=name, fix=did_you_mean(name, list(signal.Signals.__members__)))
     return signal.Signals[name]
 
 

@@ -130,9 +130,9 @@ class ModelCheckpoint(Callback):
         watched = Monitor(monitor or "", mode, "ModelCheckpoint")
         if save_top_k < -1 or (monitor is None and save_top_k > 1):
             raise ConfigurationError(
-                "save_top_k is -1 (all), 0 (none) or the number of best checkpoints to keep",
+                "save_top_k must be -1 (all), 0 (none) or the number of best checkpoints to keep",
                 found=f"save_top_k={save_top_k}, monitor={monitor!r}",
-                fix="give monitor= the logged value to compare by" if save_top_k > 1 else None,
+                fix="pass the name of the logged value to compare as monitor=" if save_top_k > 1 else None,
             )
         self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
         self.auto_insert_metric_name = auto_insert_metric_name

@@ -357,7 +357,9 @@ def _run(
 
 def _depth(max_depth: int) -> int:
     if type(max_depth) is not int or max_depth < -1:
-        raise ConfigurationError("max_depth is a number of levels", found=repr(max_depth), fix="use -1 for all")
+        raise ConfigurationError(
+            "max_depth must be a number of levels", found=repr(max_depth), fix="use -1 for all levels"
+        )
     return max_depth
 
 

@@ -61,7 +61,7 @@ class NaNGuard(Callback):
             )
         if (n is not None) != (policy == "rollback") or (n or 0) < 0 or max_skips < 0:
             raise ConfigurationError(
-                'n is the number of steps before the bad one that policy="rollback" leaves out',
+                'n applies to policy="rollback" only: it is the number of steps to leave out before the bad one',
                 found=f"policy={policy!r}, n={n}, max_skips={max_skips}",
                 fix='NaNGuard("rollback", n=100), or NaNGuard("skip")',
             )

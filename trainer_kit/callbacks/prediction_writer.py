@@ -23,7 +23,7 @@ __all__ = ["BasePredictionWriter", "PredictionWriter"]
 
 _INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
 _Columns = dict[str, Any]
-"""By name, a value for each sample: an array, or a list where values are no numbers."""
+"""By name, a value for each sample: an array, or a list where values are not numbers."""
 
 
 class BasePredictionWriter(Callback):
@@ -51,7 +51,7 @@ class BasePredictionWriter(Callback):
     def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
         if write_interval not in _INTERVALS:
             raise ConfigurationError(
-                "predictions are written after batches, at the end, or both",
+                "unknown write_interval: predictions are written after batches, at the end, or both",
                 found=f"write_interval={write_interval!r}",
                 fix=did_you_mean(str(write_interval), _INTERVALS),
             )
@@ -160,13 +160,15 @@ class PredictionWriter(BasePredictionWriter):
         super().__init__(write_interval)
         if format not in _WRITERS:
             raise ConfigurationError(
-                "PredictionWriter knows no such format", found=repr(format), fix=did_you_mean(str(format), _WRITERS)
+                "PredictionWriter does not support this format",
+                found=repr(format),
+                fix=did_you_mean(str(format), _WRITERS),
             )
         if is_url(output_dir):
             raise ConfigurationError(
-                "PredictionWriter writes to a local directory",
+                "PredictionWriter writes to local directories only",
                 found=f"output_dir={output_dir}",
-                fix="mount the storage, or copy the files in a BasePredictionWriter of your own",
+                fix="mount the storage, or copy the files in a subclass of BasePredictionWriter",
             )
         if format == "parquet":
             _require_pyarrow()
@@ -240,7 +242,7 @@ def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
     rows = {name: len(value) if np.ndim(value) or isinstance(value, list) else None for name, value in columns.items()}
     if None in rows.values() or len(set(rows.values())) > 1:
         raise DataError(
-            "a prediction has one entry for each sample of its batch",
+            "a prediction must have one entry for each sample of its batch",
             found=", ".join(f"{name}: {'a single value' if n is None else n}" for name, n in rows.items()),
             fix="return tensors whose first dim is the batch from predict_step, or subclass BasePredictionWriter",
         )

@@ -300,7 +300,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in known:
             raise ConfigurationError(
-                "torch.profiler.profile has no such argument",
+                "torch.profiler.profile does not have this argument",
                 found=name,
                 fix="use wait=, warmup= and active=" if name == "schedule" else did_you_mean(name, known),
             )
@@ -328,7 +328,7 @@ def make_profiler(profiler: Any) -> Callback:
     if isinstance(profiler, Callback):
         return profiler
     raise ConfigurationError(
-        "profiler is a word or a callback",
+        "profiler= must be a name or a callback",
         found=f"profiler={profiler!r}",
         fix=did_you_mean(str(profiler), _WORDS) + "; or PyTorchProfiler(...) of trainer_kit.callbacks",
     )

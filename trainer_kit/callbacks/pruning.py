@@ -75,7 +75,9 @@ class ModelPruning(Callback):
     ) -> None:
         if pruning_fn not in _METHODS:
             raise ConfigurationError(
-                "no such way to prune", found=f"pruning_fn={pruning_fn!r}", fix=did_you_mean(str(pruning_fn), _METHODS)
+                "unknown pruning method",
+                found=f"pruning_fn={pruning_fn!r}",
+                fix=did_you_mean(str(pruning_fn), _METHODS),
             )
         structured, norm = pruning_fn.endswith("_structured"), pruning_fn == "ln_structured"
         if structured != (pruning_dim is not None) or norm != (pruning_norm is not None):
@@ -115,12 +117,12 @@ class ModelPruning(Callback):
             raise ConfigurationError(
                 "ModelPruning needs whole parameters with their gradients, and this strategy divides or copies them",
                 found=strategy.describe(),
-                fix='train with strategy="ddp"',
+                fix='use strategy="ddp"',
             )
         self._pruned = self._find(module)
         if not self._pruned:
             raise ConfigurationError(
-                "there is nothing to prune",
+                "ModelPruning found nothing to prune",
                 found=f"{type(module).__name__} has no parameter called {' or '.join(self._names)}",
                 fix="pass parameter_names=[...] or parameters_to_prune=[(module, name), ...]",
             )

@@ -27,8 +27,8 @@ class ReplayCheck(Callback):
         every: optimizer steps between two checks. A check costs one more forward and backward.
 
     Raises:
-        ConfigurationError: ``every`` is no whole number of steps above 0; with manual optimization, and with optimizers
-            that evaluate the loss again.
+        ConfigurationError: ``every`` is not a whole number of steps above 0; with manual optimization, and with
+            optimizers that evaluate the loss again.
         TrainerKitError: in training, where the results differ.
 
     Example:
@@ -42,6 +42,6 @@ class ReplayCheck(Callback):
             raise ConfigurationError(
                 "ReplayCheck needs a positive number of steps between two checks",
                 found=f"every={every!r}",
-                fix="every=1000",
+                fix="pass every=1000",
             )
         self.replays_every = int(steps.value)

@@ -51,7 +51,7 @@ class Timer(Callback):
     ) -> None:
         if interval not in ("step", "epoch"):
             raise ConfigurationError(
-                "Timer checks the time at steps or epochs",
+                "Timer checks the time after steps or epochs",
                 found=repr(interval),
                 fix=did_you_mean(interval, ("step", "epoch")),
             )
@@ -164,16 +164,16 @@ class Timer(Callback):
 
 def _stage(name: str) -> str:
     if name not in _STAGES:
-        raise ConfigurationError("Timer has no such stage", found=repr(name), fix=did_you_mean(name, _STAGES))
+        raise ConfigurationError("Timer does not have this stage", found=repr(name), fix=did_you_mean(name, _STAGES))
     return name
 
 
 def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
     if isinstance(duration, (int, float)):
-        raise ConfigurationError("a length of time needs a unit", found=repr(duration), fix=f'write "{duration}s"')
+        raise ConfigurationError("a duration needs a unit of time", found=repr(duration), fix=f'write "{duration}s"')
     length = Duration.parse(duration)
     if length.unit != "s":
         raise ConfigurationError(
-            "a Timer counts time, not steps", found=repr(duration), fix='write "2h", or use max_duration for the rest'
+            "a Timer counts time, not steps", found=repr(duration), fix='write "2h", or limit steps with max_duration'
         )
     return float(length.value)

@@ -470,7 +470,7 @@ def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.de
     others = [one for one in trainer.callbacks if one is not callback and isinstance(one, WeightAveraging)]
     if others:
         raise ConfigurationError(
-            "two callbacks average the weights, and a checkpoint has one average",
+            "two callbacks average the weights, but a checkpoint holds one average",
             found=f"{name} and {type(others[0]).__name__}",
             fix="leave one of them out",
         )
@@ -620,7 +620,7 @@ class StochasticWeightAveraging(WeightAveraging):
             self._first = self.swa_epoch_start - 1
         if not module.automatic_optimization:
             raise ConfigurationError(
-                "stochastic weight averaging sets the learning rate, which is up to the module in manual optimization",
+                "stochastic weight averaging sets the learning rate, but in manual optimization the module does",
                 fix="use WeightAveraging, and torch's SWALR in your training_step",
             )
 

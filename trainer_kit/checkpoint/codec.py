@@ -358,7 +358,7 @@ class _Decoder:
     def enum(self, record: dict[str, Any], path: tuple[str, ...]) -> EnumRecord:
         kind, name, value = record["v"]
         if not isinstance(kind, str) or not (name is None or isinstance(name, str)):
-            raise TypeError("its names are no strings")
+            raise TypeError("its names are not strings")
         return EnumRecord(kind, name, self.decode(value, (*path, "value")))
 
     def stored(self, record: dict[str, Any], path: tuple[str, ...]) -> Tensor:

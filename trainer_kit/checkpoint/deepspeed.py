@@ -150,7 +150,7 @@ def deepspeed_content(theirs: DeepSpeedFiles) -> DeepSpeedContent:
 def _engine_state(file: Path, device: torch.device | str) -> dict[str, Any]:
     content = torch_load(file, device)
     if not isinstance(content, dict) or not isinstance(content.get("module"), dict):
-        raise CheckpointError(file, "module", "there is no state_dict")
+        raise CheckpointError(file, "module", "the file contains no state_dict")
     return content
 
 

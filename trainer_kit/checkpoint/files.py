@@ -144,7 +144,7 @@ def in_bytes(size: int | str, name: str, least: int = 0) -> int:
         least: the smallest number that is valid.
 
     Raises:
-        ConfigurationError: ``size`` is no such number.
+        ConfigurationError: ``size`` is not a number of bytes.
 
     Example:
         >>> in_bytes("1.5 kB", "size"), in_bytes("2GiB", "size"), in_bytes(7, "size")
@@ -155,7 +155,7 @@ def in_bytes(size: int | str, name: str, least: int = 0) -> int:
     count = -1 if match is None or unit is None else int(float(match[1]) * unit)
     if count < least:
         raise ConfigurationError(
-            f"{name} is a number of bytes", found=repr(size), fix='write it as "5GB", "200MB" or "1GiB"'
+            f"{name} must be a number of bytes", found=repr(size), fix='write it as "5GB", "200MB" or "1GiB"'
         )
     return count
 

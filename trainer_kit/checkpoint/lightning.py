@@ -99,8 +99,8 @@ def _run_parts(file: Path, content: Mapping[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             file,
             "loops",
-            f"there is no progress of Lightning 2 in it ({content[_VERSION]} wrote it)",
-            fix="python -m lightning.pytorch.utilities.upgrade_checkpoint FILE, with Lightning 2, and import that",
+            f"it does not contain the progress of a Lightning 2 run ({content[_VERSION]} wrote it)",
+            fix="run python -m lightning.pytorch.utilities.upgrade_checkpoint FILE, with Lightning 2, and import that",
         ) from error
     return {
         "optimizer_states": [_optimizer_by_group(one) for one in content["optimizer_states"]],

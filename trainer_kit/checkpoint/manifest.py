@@ -115,7 +115,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
             raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
         if path.is_dir():
             raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
-        reason = "this is a file, not a checkpoint directory" if path.exists() else "there is no checkpoint here"
+        reason = "this is a file, not a checkpoint directory" if path.exists() else "this path contains no checkpoint"
         raise CheckpointError(path, None, reason) from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)

@@ -342,7 +342,7 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
     """
     root = absolute(directory)
     if not root.is_dir():
-        raise CheckpointError(root, None, "there is no such directory")
+        raise CheckpointError(root, None, "this directory does not exist")
     lock = DirectoryLock(root)
     try:
         done = Repair([], [], [], len(clean_incomplete(root)))

@@ -34,7 +34,7 @@ _RECORDS: Final = {
 def _word(value: Any) -> Any:
     """A text or number as it is: the text of a nested list can be longer than the memory."""
     if not isinstance(value, (str, int)):
-        raise TypeError(f"a {type(value).__name__} is no text and no number")
+        raise TypeError(f"a {type(value).__name__} is neither text nor a number")
     return value
 
 
@@ -67,7 +67,8 @@ class _Reader(pickle.Unpickler):
         raise CheckpointError(
             self._file.parent,
             None,
-            f"{module}.{name} is no part of a torch distributed checkpoint; its .metadata is a pickle, which can run "
+            f"{module}.{name} does not belong in a torch distributed checkpoint; its .metadata is a pickle,"
+            " which can run "
             "any code when it is read",
             fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
             "dcp_to_torch DIRECTORY FILE.pt",
@@ -112,7 +113,7 @@ def read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> d
         By name; of ``{"model": state}``, as Accelerate writes it, the names in ``state``.
 
     Raises:
-        CheckpointError: the files are damaged, or name a class that is no part of such a checkpoint.
+        CheckpointError: the files are damaged, or name a class that does not belong in such a checkpoint.
     """
     file = directory / _METADATA
     with named_failure(file, "it cannot be read"):

@@ -150,7 +150,7 @@ def weight_format(file: Path) -> Literal["safetensors", "torch"]:
         file,
         None,
         "this is neither a checkpoint directory, nor safetensors, nor a torch.save file",
-        fix="check how it was written, and whether it was copied in full",
+        fix="check how it was written, and whether it was copied completely",
     )
 
 
@@ -272,7 +272,7 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
                 metadata.parent,
                 None,
                 "single tensors of a torch distributed checkpoint cannot be read",
-                fix="trainer-kit merge-weights DIRECTORY model.safetensors first",
+                fix="run trainer-kit merge-weights DIRECTORY model.safetensors first",
             )
     indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) > 1:
@@ -307,7 +307,7 @@ def read_index(index: Path) -> dict[str, str]:
         ):
             raise CheckpointError(index, "weight_map", "a file that is not one of this directory")
     except (AttributeError, KeyError, TypeError) as error:
-        raise CheckpointError(index, "weight_map", "this is no index of weights") from error
+        raise CheckpointError(index, "weight_map", "this is not an index of weights") from error
     for name in names:
         if not (index.parent / name).is_file():
             raise CheckpointError(index.parent / name, None, f"{index.name} lists it, but it does not exist")
@@ -366,7 +366,7 @@ def export(
     path = absolute(target)
     if isinstance(path, RemotePath):
         raise ConfigurationError(
-            "weights are exported to this machine", found=str(path), fix="export to a local path, and copy it there"
+            "weights are exported to local paths only", found=str(path), fix="export to a local path, and copy it there"
         )
     kind, limit = _choose(path, format), in_bytes(max_shard_size, "max_shard_size", least=1)
     if os.path.lexists(path):

@@ -303,11 +303,15 @@ def use_optimizer(
     interval, monitor = values.lr_scheduler_interval, values.lr_scheduler_monitor
     if optimizer is None:
         if scheduler is not None:
-            raise ConfigurationError("--lr_scheduler needs --optimizer", fix="name the optimizer whose rate it sets")
+            raise ConfigurationError(
+                "--lr_scheduler needs --optimizer", fix="add --optimizer: the scheduler sets its learning rate"
+            )
         return
     plateau = scheduler is not None and issubclass(class_of(scheduler.class_path), ReduceLROnPlateau)
     if plateau and monitor is None and compose is None:
-        raise ConfigurationError("ReduceLROnPlateau needs --lr_scheduler_monitor", fix="name a value that is logged")
+        raise ConfigurationError(
+            "ReduceLROnPlateau needs --lr_scheduler_monitor", fix="pass the name of a logged value"
+        )
     if is_overridden("configure_optimizers", module, TrainModule):
         show(f"--optimizer counts: {type(module).__name__}.configure_optimizers is not called")
 

@@ -137,7 +137,7 @@ class SaveConfigCallback(Callback):
         save_to_log_dir: bool = True,
     ) -> None:
         if multifile:
-            raise ConfigurationError("the configuration is saved as one file", fix="leave multifile out")
+            raise ConfigurationError("the configuration is always saved as one file", fix="leave multifile out")
         self.parser, self.config, self.config_filename = parser, config, config_filename
         self.overwrite, self.save_to_log_dir, self.already_saved = overwrite, save_to_log_dir, False
 

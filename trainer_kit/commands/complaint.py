@@ -37,7 +37,7 @@ def check_file(path: str) -> None:
     """
     try:
         if not os.path.isfile(path):
-            raise FileProblem(f"{path}: there is no such file")
+            raise FileProblem(f"{path}: the file does not exist")
         if os.path.getsize(path) > _MOST_BYTES:
             raise FileProblem(f"{path}: larger than {_MOST_BYTES // 1000} kB, which no configuration is")
         with open(path, encoding="utf-8") as file:
@@ -47,7 +47,7 @@ def check_file(path: str) -> None:
     try:
         root = guarded_root(text, _MOST_VALUES, _MOST_DEPTH)
     except YamlProblem as problem:
-        kind = "" if problem.too_much else "this is no YAML: "
+        kind = "" if problem.too_much else "this is not YAML: "
         raise FileProblem(f"{path}:{problem.line}: {kind}{problem.reason}") from None
     _check_nodes(path, root)
 
@@ -178,7 +178,7 @@ def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> t
         return None, f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}"
     given = re.search(r"Given value: (.*?)\s*$", text, re.M)
     if found := re.search(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text):
-        return None, f"{_short(given[1]) if given else 'this class'} is no {found[1]}"
+        return None, f"{_short(given[1]) if given else 'this class'} is not a subclass of {found[1]}"
     if found := re.search(r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text):
         return None, f"{kind or chain[0]} cannot be imported: {found[0]}"
     if len(chain) > 1 and (found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)):

@@ -230,9 +230,9 @@ def _show(context: click.Context, config_file: Path | None) -> None:
     path = config_file or context.obj or default_file()
     if path is None:
         raise ConfigurationError(
-            "there is no configuration",
+            "no configuration file was found",
             found=f"neither {our_default()} nor {accelerates_default()}",
-            fix="trainer-kit config, or trainer-kit config default",
+            fix="write one with: trainer-kit config, or trainer-kit config default",
         )
     found = read_configuration(path)
     click.echo(path)

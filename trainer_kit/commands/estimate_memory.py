@@ -77,7 +77,7 @@ def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool)
         if library is not None and "/" not in model:
             return _from_library(library, model, _mapping(args))
         raise ConfigurationError(
-            "this is no model" if "/" not in model else "there is no such path, and no model is downloaded",
+            "this is not a model" if "/" not in model else "this path does not exist, and models are not downloaded",
             found=model,
             fix="give package.module:Class, or the path of weights or of a config.json (hf download NAME config.json)",
         )
@@ -93,7 +93,7 @@ def _mapping(text: str) -> dict[str, Any]:
     except (YamlProblem, yaml.YAMLError, ValueError) as error:
         raise ConfigurationError(f"--args cannot be read: {error}", found=text, fix='write "{width: 512}"') from error
     if not isinstance(found, dict):
-        raise ConfigurationError("--args are names and values", found=text, fix='write "{width: 512}"')
+        raise ConfigurationError("--args must map names to values", found=text, fix='write "{width: 512}"')
     return found
 
 
@@ -104,7 +104,9 @@ def _from_class(model: str, arguments: dict[str, Any]) -> Any:
         home = importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(
-            f"{module} cannot be imported", found=str(error), fix="run in a directory where it can be imported"
+            f"{module} cannot be imported",
+            found=str(error),
+            fix="run the command in a directory from which it can be imported",
         ) from error
     if not hasattr(home, name):
         raise ConfigurationError(f"{module} has no {name!r}", fix=did_you_mean(name, vars(home)))
@@ -128,12 +130,12 @@ def _built(name: str, build: Callable[[], Any]) -> Any:
             made = build()
     except Exception as error:  # a constructor of the user may raise anything
         raise ConfigurationError(
-            f"{name} could not be made without its weights",
+            f"{name} cannot be constructed without its weights",
             found=f"{type(error).__name__}: {error}",
-            fix="pass its arguments as --args '{name: value}'; a constructor that reads its weights cannot be used",
+            fix="pass its arguments as --args '{name: value}'; a constructor that reads weights is not supported",
         ) from error
     if not isinstance(made, nn.Module):
-        raise ConfigurationError(f"{name} is no module", found=type(made).__name__)
+        raise ConfigurationError(f"{name} is not a module", found=type(made).__name__)
     return made
 
 
@@ -142,7 +144,7 @@ def _library(name: str, found: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ConfigurationError(
-            f"this model is made with {name}, which is not installed",
+            f"this model needs {name}, which is not installed",
             found=found,
             fix=f"pip install {name}, or give a class or a safetensors file",
         ) from error
@@ -191,7 +193,7 @@ def _from_config(path: Path, trust_remote_code: bool) -> Any:
         raise ConfigurationError(
             "this config.json cannot be used",
             found=str(error).splitlines()[0],
-            fix="--trust_remote_code, if the directory has Python files and you have read them",
+            fix="add --trust_remote_code if the directory has Python files and you have read them",
         ) from error
     heads = [name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModelFor")]
     maker = getattr(transformers, heads[0] if heads else "AutoModel")

@@ -110,7 +110,9 @@ def _words(script: str, arguments: tuple[str, ...], module: bool, no_python: boo
         return ["-m", script, *arguments]
     if not Path(script).is_file():
         raise ConfigurationError(
-            "there is no such script", found=script, fix="--module for a module's name, --no_python for a program"
+            "the script does not exist",
+            found=script,
+            fix="add --module for a module's name, or --no_python for a program",
         )
     return [script, *arguments]
 
@@ -147,7 +149,7 @@ def launch(
         raise ConfigurationError(
             "torch_xla starts Python scripts only, one on each device",
             found=f"--no_python {script}",
-            fix="--num_processes 1: one process for all devices",
+            fix="pass --num_processes 1: one process for all devices",
         )
     if not quiet:
         if options.file is not None:

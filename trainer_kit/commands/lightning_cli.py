@@ -106,9 +106,9 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         found = {key: kind for key, (kind, link_to) in self.chosen[role].items() if link_to == "AUTOMATIC"}
         if len(found) > 1:
             raise ConfigurationError(
-                f"{role.__name__} is chosen by several options",
+                f"{role.__name__} is set by several options",
                 found=", ".join(found),
-                fix="pass link_to= for each, and make them in configure_optimizers with instantiate_class",
+                fix="pass link_to= for each, and create them in configure_optimizers with instantiate_class",
             )
         return next((_named(kind, values[key]) for key, kind in found.items()), None)
 

@@ -70,7 +70,7 @@ def _files(path: Path) -> Iterator[Path]:
             raise ConfigurationError(
                 "this file is neither Python nor YAML",
                 found=str(path),
-                fix="jupyter nbconvert --to script, then the .py file" if path.suffix == ".ipynb" else None,
+                fix="run jupyter nbconvert --to script, and pass the .py file" if path.suffix == ".ipynb" else None,
             )
         yield path
         return

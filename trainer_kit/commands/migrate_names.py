@@ -102,7 +102,7 @@ def imported(module: str, name: str) -> Any:
     """What ``from module import name`` binds.
 
     Raises:
-        ImportError: there is no such name.
+        ImportError: the name does not exist.
         AttributeError: the same.
     """
     try:
@@ -119,7 +119,7 @@ def look_up(name: str) -> Any:
     """The object of a dotted name that begins with a package.
 
     Raises:
-        ImportError: there is no such name.
+        ImportError: the name does not exist.
         AttributeError: the same, of a class or an object.
     """
     first, *rest = name.split(".")

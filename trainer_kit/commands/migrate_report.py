@@ -257,7 +257,7 @@ class _Source:
     bound: Mapping[str, str]
 
     def new_name(self, node: ast.AST) -> str | None:
-        """The dotted name of an expression after the move; None where it is no name of the packages."""
+        """The dotted name of an expression after the move; None if it is not a name of the packages."""
         name = dotted(node) or ""
         root, dot, rest = name.partition(".")
         return renamed(f"{self.bound[root]}{dot}{rest}") if root in self.bound else None

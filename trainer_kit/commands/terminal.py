@@ -35,7 +35,7 @@ class OutputPath(FilePath):
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
         found = super().convert(value, parameter, context)
         if not os.access(Path(found).absolute().parent, os.W_OK):
-            self.fail(f"{Path(found).absolute().parent} is no directory that can be written to", parameter, context)
+            self.fail(f"{Path(found).absolute().parent} is not a writable directory", parameter, context)
         return found
 
 

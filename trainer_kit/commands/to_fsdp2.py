@@ -60,9 +60,11 @@ def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> No
     target = output_file or config_file
     if not overwrite and (output_file is None or output_file.exists()):
         raise ConfigurationError(
-            "nothing is overwritten without --overwrite",
+            "an existing file is overwritten only with --overwrite",
             found=str(target),
-            fix="--output_file with another name" if output_file is not None else "--output_file, or --overwrite",
+            fix="pass another name as --output_file"
+            if output_file is not None
+            else "pass --output_file, or add --overwrite",
         )
     with config_file.open(encoding="utf-8", newline="") as file:
         text = file.read()
@@ -96,7 +98,9 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
     from trainer_kit.core.yaml_guard import guarded_events, guarded_root
 
     if any(isinstance(event, yaml.AliasEvent) for event in guarded_events(text)):
-        raise ConfigurationError("values behind aliases are not rewritten", found=name, fix="write the values out")
+        raise ConfigurationError(
+            "values behind aliases are not rewritten", found=name, fix="replace each alias with its values"
+        )
     root: Any = guarded_root(text)
     section = next((value for key, value in root.value if key.value == _SECTION), None) if root is not None else None
     if section is None or section.id != "mapping" or not section.value:

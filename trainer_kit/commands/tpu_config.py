@@ -51,7 +51,7 @@ def tpu_config(
     for what, flags in ((commands, "--command or --command_file"), (name, "--tpu_name"), (zone, "--tpu_zone")):
         if not what:
             raise ConfigurationError(
-                "the command for the machines is incomplete", found=f"no {flags}", fix=f"add {flags}"
+                "the command for the machines lacks options", found=f"no {flags}", fix=f"add {flags}"
             )
     if install_accelerate:
         commands.insert(0, f"pip install {_requirement(accelerate_version)}")
@@ -66,7 +66,7 @@ def tpu_config(
     click.echo(shlex.join(words))
     if not debug:
         raise LaunchError(
-            "gcloud is not run from here: it would act on machines of your cloud account",
+            "this command does not run gcloud, which would act on machines of your cloud account",
             fix="run the printed command in your shell, or add --debug",
         )
 
@@ -88,4 +88,6 @@ def _requirement(version: str) -> str:
     try:
         return f"accelerate=={Version(version)}"
     except InvalidVersion as error:
-        raise ConfigurationError("this is no version", found=f"--accelerate_version {version}", fix="1.15.0") from error
+        raise ConfigurationError(
+            "this is not a version", found=f"--accelerate_version {version}", fix="pass a version such as 1.15.0"
+        ) from error

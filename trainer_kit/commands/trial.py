@@ -48,7 +48,7 @@ def trial(
     file = config_file or (None if options else default_file())
     if config_file is not None and options:
         raise ConfigurationError(
-            "a configuration file and options cannot be combined", fix="leave out --config_file, or the rest"
+            "a configuration file and options cannot be combined", fix="leave out --config_file or the other options"
         )
     launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
     if file is not None:

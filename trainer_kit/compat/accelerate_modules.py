@@ -119,10 +119,10 @@ def set_module_tensor_to_device(
     try:
         holder = module.get_submodule(path)
     except AttributeError as error:
-        raise ConfigurationError(f"there is no module {path!r}", found=str(error)) from error
+        raise ConfigurationError(f"the module {path!r} does not exist", found=str(error)) from error
     old = holder._parameters.get(key, holder._buffers.get(key))
     if old is None:
-        raise ConfigurationError(f"there is no parameter or buffer {tensor_name!r}", found=type(module).__name__)
+        raise ConfigurationError(f"the module has no parameter or buffer {tensor_name!r}", found=type(module).__name__)
     place = torch.device(device)
     new = old.detach() if value is None else torch.as_tensor(value)
     if new.shape != old.shape:
@@ -192,7 +192,9 @@ def check_tied_parameters_on_same_device(
         places = {name: next(device_map[key] for key in _above(name) if key in device_map) for name in names}
         if len(set(places.values())) > 1:
             raise ConfigurationError(
-                "the device map puts a tied parameter on several devices", found=str(places), fix='device_map="auto"'
+                "the device map puts a tied parameter on several devices",
+                found=str(places),
+                fix='use device_map="auto"',
             )
 
 

@@ -136,7 +136,7 @@ _INSTEAD: Final = {
     "leave the comparison out: torch is newer here": "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION "
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "load the model in the dtype in which it computes": "attach_layerwise_casting_hooks LayerwiseCastingHook",
-    "leave it out: each Accelerator has a state of its own": "SharedDict ThreadLocalSharedDict",
+    "leave it out: each Accelerator has its own state": "SharedDict ThreadLocalSharedDict",
     "LoggerType, which has the names": "LOGGER_TYPE_TO_CLASS get_available_trackers filter_trackers",
     "ParallelismConfig(cp_size=...) with accelerator.maybe_context_parallel(...)": "DeepSpeedSequenceParallelConfig",
     "DeepSpeedPlugin(hf_ds_config=...), which has get_value and is_auto": "HfDeepSpeedConfig",

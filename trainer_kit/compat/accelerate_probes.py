@@ -133,7 +133,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
     two = Version(requirement_version)
     results = {"<": one < two, "<=": one <= two, "==": one == two, "!=": one != two, ">=": one >= two, ">": one > two}
     if operation not in results:
-        raise ConfigurationError(f"unknown comparison {operation!r}", fix=f"one of {', '.join(results)}")
+        raise ConfigurationError(f"unknown comparison {operation!r}", fix=f"use one of: {', '.join(results)}")
     return results[operation]
 
 

@@ -524,7 +524,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     """
     word = value.lower()
     if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in ("n", "no", "f", "false", "off", "0"):
-        raise ConfigurationError("this is not a truth value", found=repr(value), fix="true or false")
+        raise ConfigurationError("this is not a truth value", found=repr(value), fix="write true or false")
     return (word in yes) if to_bool else int(word in yes)
 
 

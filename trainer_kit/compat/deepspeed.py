@@ -124,7 +124,7 @@ def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 
 def _nothing_named(what: str, stand_in: str) -> ConfigurationError:
     return ConfigurationError(
         f"{stand_in} is a placeholder for the {what} in DeepSpeed's JSON, which has none",
-        fix=f"make the {what} in the script, or name it in the JSON",
+        fix=f"create the {what} in the script, or name it in the JSON",
     )
 
 

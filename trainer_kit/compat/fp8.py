@@ -113,7 +113,7 @@ class TERecipeKwargs(FP8Recipe):
 
 @dataclass
 class MSAMPRecipeKwargs(FP8Recipe):
-    """fp8 with MS-AMP, which is refused: it is no longer maintained, and no package registry has it.
+    """fp8 with MS-AMP. It is refused: MS-AMP is no longer maintained, and no package registry has it.
 
     Attributes:
         opt_level: ``"O1"`` or ``"O2"``.
@@ -130,7 +130,7 @@ class MSAMPRecipeKwargs(FP8Recipe):
         raise PrecisionError(
             "MS-AMP is no longer maintained, and needs outdated releases of CUDA and torch",
             found=f"MSAMPRecipeKwargs(opt_level={self.opt_level!r})",
-            fix="AORecipeKwargs() or TERecipeKwargs(); for 8-bit optimizer states, tk.optimizer('adamw8bit', ...)",
+            fix="use AORecipeKwargs() or TERecipeKwargs(); for 8-bit optimizer states, tk.optimizer('adamw8bit', ...)",
         )
 
 

@@ -268,7 +268,7 @@ _ENVIRONMENT = (
     "leave it out: torchrun, SLURM and MPI are found by their variables; trainer_kit.core.environment reads them"
 )
 _HARDWARE = 'Trainer(accelerator="cpu"), "gpu" or what torch calls the device; trainer.strategy.device is its device'
-_LOOP = "there are no loop objects; Trainer arguments and callback hooks change what it does"
+_LOOP = "this library has no loop objects; Trainer arguments and callback hooks change what the loop does"
 _GIVEN = "leave it out, or copy it into your project: nothing here needs it"
 
 ELSEWHERE: Final[dict[str, str]] = {

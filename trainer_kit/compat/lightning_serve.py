@@ -55,7 +55,7 @@ class ServableModuleValidator(Callback):
         successful: whether it is the expected one; None before a run.
 
     Raises:
-        ConfigurationError: the module is no `ServableModule`, or its response differs.
+        ConfigurationError: the module is not a `ServableModule`, or its response differs.
     """
 
     def __init__(self, optimization: str | None = None, exit_on_failure: bool = True, **options: Any) -> None:
@@ -72,7 +72,7 @@ class ServableModuleValidator(Callback):
             raise ConfigurationError(
                 "ServableModuleValidator needs a ServableModule",
                 found=type(pl_module).__name__,
-                fix="class Mine(TrainModule, ServableModule)",
+                fix="inherit from it too: class Mine(TrainModule, ServableModule)",
             )
         reading, writing = pl_module.configure_serialization()
         body = json.loads(json.dumps(pl_module.configure_payload()))["body"]
@@ -87,7 +87,7 @@ class ServableModuleValidator(Callback):
         self.successful = expected is None or self.resp == expected
         if self.exit_on_failure and not self.successful:
             raise ConfigurationError(
-                "the module's response to its example request is not the expected one",
+                "the module's response to its example request differs from the expected response",
                 found=f"{self.resp}; configure_response returns {expected}",
                 fix="correct serve_step or configure_response, or pass exit_on_failure=False",
             )

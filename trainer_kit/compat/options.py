@@ -198,7 +198,7 @@ class GradScalerKwargs(KwargsHandler):
             raise ConfigurationError(
                 "growth_factor must be above 1, and backoff_factor below 1",
                 found=f"growth_factor={self.growth_factor}, backoff_factor={self.backoff_factor}",
-                fix="growth_factor=2.0, backoff_factor=0.5",
+                fix="use values such as growth_factor=2.0, backoff_factor=0.5",
             )
 
 
@@ -283,7 +283,7 @@ class ProfileKwargs(KwargsHandler):
             raise ConfigurationError(
                 "invalid profiler schedule",
                 found=f"schedule_option={dict(self.schedule_option)}: {error}",
-                fix='{"wait": 1, "warmup": 1, "active": 3}; "repeat" and "skip_first" are optional',
+                fix='write {"wait": 1, "warmup": 1, "active": 3}; "repeat" and "skip_first" are optional',
             ) from error
 
 
@@ -544,7 +544,7 @@ def micro_batches(steps: Any, owner: str) -> int:
     """
     if not isinstance(steps, Integral) or steps < 1:
         raise ConfigurationError(
-            "a step takes at least one micro-batch", found=f"{steps!r} for {owner}", fix="pass 1 or more"
+            "a step needs at least one micro-batch", found=f"{steps!r} for {owner}", fix="pass 1 or more"
         )
     return int(steps)
 

@@ -53,7 +53,7 @@ class TorchContextParallelConfig:
             raise ConfigurationError(
                 "unknown communication strategy for context parallelism",
                 found=f"cp_comm_strategy={chosen!r}",
-                fix='"allgather" or "alltoall"',
+                fix='use "allgather" or "alltoall"',
             )
         self.cp_comm_strategy = chosen
 
@@ -244,5 +244,7 @@ def _size(name: str, given: int | None) -> int:
     except ValueError:
         size = 0
     if size < 1 and size != -1:
-        raise ConfigurationError("a mesh axis has at least 1 rank", found=f"{name}={text!r}", fix="1 or more, or -1")
+        raise ConfigurationError(
+            "a mesh axis needs at least 1 rank", found=f"{name}={text!r}", fix="pass 1 or more, or -1"
+        )
     return size

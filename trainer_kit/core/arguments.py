@@ -61,7 +61,7 @@ def check_fields(record: Any) -> None:
             if isinstance(value, Real) and timedelta in (hints[one.name], *get_args(hints[one.name])):
                 check_timeout(value, f"{cls.__name__}({one.name}=...)")
             raise ConfigurationError(
-                f"{cls.__name__}.{one.name} is of the wrong type",
+                f"{cls.__name__}.{one.name} has the wrong type",
                 found=f"{one.name}={value!r}",
                 fix=f"{one.name} takes {one.type}",
             )
@@ -88,7 +88,7 @@ def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_
         for name in given.keys() & kinds.keys():
             if not _fits(given[name], kinds[name]):
                 raise ConfigurationError(
-                    f"{owner}({name}=) is of the wrong type",
+                    f"{owner}({name}=) has the wrong type",
                     found=f"{name}={given[name]!r}",
                     fix=f"{name} takes {inspect.signature(make).parameters[name].annotation}",
                 )
@@ -131,7 +131,7 @@ def check_timeout(timeout: Any, owner: str) -> None:
         fix = f"from datetime import timedelta; timeout=timedelta(seconds={timeout})"
     else:
         fix = "timeout=timedelta(minutes=30)"
-    raise ConfigurationError(f"the timeout of {owner} is a timedelta", found=f"timeout={timeout!r}", fix=fix)
+    raise ConfigurationError(f"the timeout of {owner} must be a timedelta", found=f"timeout={timeout!r}", fix=fix)
 
 
 def positive(record: Any, *names: str) -> None:

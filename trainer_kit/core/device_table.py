@@ -25,7 +25,7 @@ class Device:
     Attributes:
         name: the words of the driver's name that identify the device.
         half: TFLOP/s of dense products of 16-bit floats.
-        tf32: TFLOP/s of float32 products with TF32, or of plain ones where there is no TF32.
+        tf32: TFLOP/s of float32 products with TF32, or of plain ones on devices without TF32.
         single: TFLOP/s of float32 products.
         memory: GB of device memory; 0 where the driver's name does not tell the variants apart.
         bandwidth: GB/s of device memory.
@@ -105,7 +105,7 @@ def find_device(word: str) -> Device:
     key, known = _OTHER_WORDS.get(key, key), known_devices()
     if key not in known:
         raise ConfigurationError(
-            "no data sheet of this device is known", found=repr(word), fix=did_you_mean(key, sorted(known))
+            "this device has no known data sheet", found=repr(word), fix=did_you_mean(key, sorted(known))
         )
     return known[key]
 

@@ -63,7 +63,7 @@ def bar_class() -> Any:
 MASK: Final = "***"
 _WORDS: Final = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 # Matched against names of lower-case words joined by "_"; a dot or a slash begins a new name. pad_token, sort_key and
-# forward_pass are no secrets, so `token`, `key` and `pass` match only after a word such as `api` or `db`.
+# forward_pass are not secrets, so `token`, `key` and `pass` match only after a word such as `api` or `db`.
 _KEY: Final = (
     r"(?:^|_)(?:password|passwd|pwd|passphrase|secrets?|credentials?|cookies?|webhooks?|authorization|api_?key"
     r"|(?:access|private|secret|auth|encryption|signing|ssh|account|storage|shared|client|license|openai|anthropic"

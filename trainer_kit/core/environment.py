@@ -114,7 +114,7 @@ class Environment:
             raise LaunchError(
                 "the ranks cannot connect at this port",
                 found=variables.seen(),
-                fix="choose a free port, as in --master-port 29500; torchrun --standalone chooses one by itself",
+                fix="choose a free port, such as --master-port 29500; torchrun --standalone chooses one by itself",
             )
         return found
 
@@ -290,7 +290,7 @@ def _resolve(accelerator: str) -> str:
     if here is not None and word in ("auto", "gpu", here):
         return here
     raise StrategyError(
-        f"accelerator={accelerator!r} is not here",
+        f"accelerator={accelerator!r} is not available",
         found="torch sees no accelerator on this machine" if here is None else f"torch sees {here!r}",
         fix='use accelerator="auto"' + (' or "cpu"' if here is None else f', "{here}" or "cpu"'),
     )
@@ -370,7 +370,7 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
         if len(indices) == len(set(indices)) == len(parsed) and min(indices) >= 0:
             return indices
     raise StrategyError(
-        "devices cannot be read",
+        "devices= is not understood",
         found=f"devices={devices!r}",
         fix='give a number, "auto", -1, or different indices such as [0, 2] or "0,2"',
     )

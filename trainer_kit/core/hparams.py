@@ -111,7 +111,7 @@ else:
 
             def refuse(*args, **kwargs):
                 raise ConfigurationError(
-                    f"{name} makes a new object, and leaves this one as it is",
+                    f"{name} creates a new object, and does not change this one",
                     found=f"a call on an object of {kind}",
                     fix=f"call it on the class, and keep the result: {kind}.{name}(...)",
                 )
@@ -157,7 +157,7 @@ def read_hparams(path: Any) -> dict[str, Any]:
         found = yaml.safe_load(text)
     except (YamlProblem, yaml.YAMLError) as error:
         raise ConfigurationError(
-            "hparams_file is not YAML of plain values",
+            "hparams_file must be YAML of plain values",
             found=f"{file}: {error}",
             fix="leave objects out of it, and pass them as keyword arguments",
         ) from error

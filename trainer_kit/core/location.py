@@ -245,7 +245,7 @@ def locate(path: str | os.PathLike[str]) -> Location:
     match = _URL.fullmatch(text)
     if match is None or "::" in text:
         raise ConfigurationError(
-            "this URL is not understood", found=mask_secrets(text), fix="write it as protocol://path, without a chain"
+            "this URL cannot be parsed", found=mask_secrets(text), fix="write it as protocol://path, without a chain"
         )
     protocol = match[1].lower()
     if protocol in _LOCAL:
@@ -291,7 +291,7 @@ def _check_protocol(protocol: str, url: str) -> None:
         fsspec.get_filesystem_class(protocol)
     except ValueError as error:
         raise ConfigurationError(
-            f"no storage is reached by {protocol}://",
+            f"{protocol}:// is an unknown storage protocol",
             found=url,
             fix=did_you_mean(protocol, fsspec.available_protocols()),
         ) from error

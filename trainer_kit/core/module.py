@@ -118,8 +118,8 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         Return the number of tokens (or of unmasked targets) if the loss is a mean over them.
         """
         raise ConfigurationError(
-            "loss_weight has no default that super() could call",
-            fix="return a number, such as len(batch), or do not define loss_weight: batches then weigh their samples",
+            "loss_weight has no default implementation to call through super()",
+            fix="return a number, such as len(batch), or do not define loss_weight: a batch then counts its samples",
         )
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -307,7 +307,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
         if group is not None:
-            raise ConfigurationError("all_gather always uses the data ranks", found="a group", fix="leave group out")
+            raise ConfigurationError("all_gather always uses all data ranks", found="a group", fix="leave group out")
         return self.trainer.all_gather(data, sync_grads=sync_grads)
 
     # -- optimization --------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
         if "_toggled" in self.__dict__:
-            raise ConfigurationError("an optimizer is toggled already", fix="call untoggle_optimizer first")
+            raise ConfigurationError("an optimizer is already toggled", fix="call untoggle_optimizer first")
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         everyone = {p for other in self.trainer.optimizers for group in other.param_groups for p in group["params"]}
         self.__dict__["_toggled"] = [(p, p.requires_grad) for p in everyone]
@@ -442,7 +442,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def _sample(self, given: Any, name: str) -> Any:
         sample = self.example_input_array if given is None else given
         if sample is None:
-            raise ConfigurationError("an export needs an input", fix=f"pass {name} or set example_input_array")
+            raise ConfigurationError("the export needs an example input", fix=f"pass {name} or set example_input_array")
         return sample
 
     def __getstate__(self) -> dict[str, Any]:

@@ -111,7 +111,7 @@ class Duration:
         """The field of ``Progress`` that this duration is compared with."""
         if self.unit == "dur":
             raise DurationError(
-                "a fraction of the run cannot be counted", found=str(self), fix='count in a unit: "500ba"'
+                "a fraction of the run is not a count", found=str(self), fix='use a unit that is counted: "500ba"'
             )
         return _COUNTER[self.unit]
 
@@ -132,7 +132,7 @@ class Duration:
             return cls(_seconds(length), "s")
         if isinstance(length, bool) or not isinstance(length, (int, float, str)):
             raise DurationError(
-                "a duration is a string with a unit or a number",
+                "a duration must be a string with a unit, or a number",
                 found=repr(length),
                 fix='write "3ep", "5000ba", "2h", …',
             )
@@ -168,7 +168,9 @@ def _seconds(parts: Mapping[str, float]) -> float:
         return timedelta(**parts).total_seconds()
     except TypeError as error:
         raise DurationError(
-            "not a duration in units of time", found=f"{dict(parts)}", fix="use days, hours, minutes, seconds, …"
+            "this is not a duration in units of time",
+            found=f"{dict(parts)}",
+            fix="use days, hours, minutes, seconds, …",
         ) from error
 
 

@@ -107,7 +107,7 @@ class Registry:
         taken = self._targets.get(name, self._own.get(name))
         if taken is not None and not overwrite:
             raise RegistryError(
-                f"the {self.kind} name {name!r} is taken",
+                f"the {self.kind} name {name!r} is already registered",
                 found=f"{_describe(taken)}, then {_describe(target)}",
                 fix="choose another name, or pass overwrite=True",
             )
@@ -138,7 +138,7 @@ class Registry:
             )
         if len(entries) > 1:
             raise RegistryError(
-                f"several packages call a {self.kind} {name!r}",
+                f"several packages register a {self.kind} called {name!r}",
                 found=", ".join(sorted(f"{package} ({value})" for value, package in entries)),
                 fix="uninstall all but one, or pass the object itself",
             )

@@ -12,7 +12,7 @@ from trainer_kit.core.errors import ConfigurationError, HookError, did_you_mean
 __all__ = ["check_hooks", "check_names", "check_overrides", "leave_out", "takes"]
 
 
-# Hooks of earlier Lightning versions that are no longer called, and their replacements.
+# Hooks of earlier Lightning versions that this library does not call, and their replacements.
 _FORMER = {
     "on_batch_start": "on_train_batch_start",
     "on_batch_end": "on_train_batch_end",
@@ -36,7 +36,7 @@ def check_names(cls: type, *specifications: type) -> None:
     All other checks are in `check_hooks`: a package may define classes that no program passes to a Trainer.
 
     Args:
-        cls: the class that is being created; only methods of its own body are checked.
+        cls: the class that is being created; only methods that its body defines are checked.
         specifications: the classes that define the hooks.
 
     Raises:

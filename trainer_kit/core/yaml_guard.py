@@ -119,7 +119,7 @@ class _Sizes:
 
         line = _line(event)
         if isinstance(event, yaml.DocumentStartEvent):
-            self.anchors.clear()  # an alias refers to an anchor of its own document
+            self.anchors.clear()  # an alias refers to an anchor in the same document
         if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.anchor in self._names():
             raise YamlProblem(line, f"&{event.anchor} is given twice")
         if isinstance(event, yaml.CollectionStartEvent):

@@ -91,7 +91,7 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: Mode = "min_size") -> None:
         if mode not in MODES:
             fix = did_you_mean(str(mode), MODES)
-            raise DataError("CombinedLoader has no such mode", found=f"mode={mode!r}", fix=fix)
+            raise DataError("unknown mode of CombinedLoader", found=f"mode={mode!r}", fix=fix)
         self.iterables = iterables
         self.mode = mode
         self.flattened: list[Any]

@@ -205,7 +205,7 @@ def set_epoch(epoch: int, *parts: Any) -> None:
 def refuse_batch_size(loader: Any, place: Place) -> None:
     if place.batch_size is not None:
         raise DataError(
-            f"the batch size of this {kind_of(loader)} cannot be set from outside",
+            f"the Trainer cannot set the batch size of this {kind_of(loader)}",
             found=f"global_batch_size={place.batch_size * place.size} for batches that the loader makes itself",
             fix="leave global_batch_size out, or pass a DataLoader(dataset, batch_size=...)",
         )

@@ -195,16 +195,20 @@ def limit_batches(length: int | None, limit: int | float | None, name: str) -> i
         return length
     found = f"{name}={limit!r}"
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0:
-        raise DataError(f"{name} is a number of batches or a fraction", found=found, fix="e.g. 100 or 0.25")
+        raise DataError(
+            f"{name} must be a number of batches or a fraction", found=found, fix="pass a value such as 100 or 0.25"
+        )
     if isinstance(limit, int):
         return limit if length is None else min(length, limit)
     if not limit <= 1.0:
-        raise DataError(f"{name} as a float is a fraction, 0.0 to 1.0", found=found, fix="pass an int to count batches")
+        raise DataError(
+            f"{name} as a float must be a fraction from 0.0 to 1.0", found=found, fix="pass an int to count batches"
+        )
     if limit in (0.0, 1.0):
         return length if limit else 0
     if length is None:
         found, fix = f"{found} for a loader without __len__", "pass a number of batches (an int), or 1.0 for all"
-        raise DataError(f"{name} is a fraction of an unknown length", found=found, fix=fix)
+        raise DataError(f"{name} is a fraction, but the number of batches is unknown", found=found, fix=fix)
     if length and int(length * limit) == 0:
         found, fix = f"{found} of {length} batches is less than one", f"at least {1 / length:.3g}, or an int"
         raise DataError(f"{name} selects no batch", found=found, fix=fix)

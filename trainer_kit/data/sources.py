@@ -137,7 +137,7 @@ class IndexedSource(Source):
                     return _undivided(order), False
                 if place.size > 1 and found != (place.size, place.rank):
                     raise DataError(
-                        f"this {kind_of(sampler)} divides the data in another way than the strategy",
+                        f"this {kind_of(sampler)} divides the data differently from the strategy",
                         found=f"num_replicas={found[0]}, rank={found[1]} on data rank {place.rank} of {place.size}",
                         fix="leave the sampler out: the Trainer divides the data",
                     )
@@ -238,7 +238,7 @@ class IndexedSource(Source):
             raise DataError(
                 f"StopIteration from user code ended the data after {start + read} batches of {self.length}",
                 found=f"raised in {kind_of(self.given.dataset)} or the collate_fn of this {kind}",
-                fix="raise another error there, or let the sampler end where the data do",
+                fix="raise another error there, or let the sampler end where the data ends",
             )
         if not split.handed and not split.empty and (start or self.place.part[1] > 1) and (self.length or 0) > start:
             raise DataError(
@@ -463,7 +463,7 @@ class StreamSource(Source):
             return
         raise DataError(
             f"this {kind_of(self.given)} has no batches left for another pass",
-            found="an iterator, which can be read once, at its end",
+            found="an exhausted iterator, which can be read only once",
             fix="pass something that can be iterated again: a DataLoader, a list, or an object whose __iter__"
             " makes a new iterator",
         )

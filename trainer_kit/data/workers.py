@@ -128,7 +128,7 @@ if sys.platform != "win32":
                     stacklevel=2,
                 )
             raise LaunchError(
-                "a worker of the loader does not start",
+                "a worker process of the loader does not start",
                 found=f"{len(_PATIENCE)} forks of this process that did not reach their first line, the last one "
                 f"within {_PATIENCE[-1]:.0f} s",
                 fix='pass multiprocessing_context="forkserver" to the DataLoader: such workers copy no locks',

@@ -47,7 +47,9 @@ def chosen_timeout(value: Any) -> float | None:
         found = None
     if found is None or found.unit != "s" or found.value <= 0:
         raise ConfigurationError(
-            "hang_timeout is a length of time", found=repr(value), fix='hang_timeout="5min", seconds, or False for none'
+            "hang_timeout must be a duration",
+            found=repr(value),
+            fix='pass hang_timeout="5min", a number of seconds, or False to disable it',
         )
     return float(found.value)
 

@@ -273,7 +273,7 @@ def name_of(device: Device) -> int | str:
         return str(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise StrategyError(
-            f"{device!r} is no device", found=str(error).splitlines()[0], fix='use 0, 1, ..., "cpu" or "disk"'
+            f"{device!r} is not a device", found=str(error).splitlines()[0], fix='use 0, 1, ..., "cpu" or "disk"'
         ) from error
 
 
@@ -302,7 +302,7 @@ def resolve_device(device: Device) -> torch.device:
     if kind is None or not 0 <= device < count:
         here = "no accelerator" if kind is None else f"{count} of {kind.type}"
         raise StrategyError(
-            f"there is no device {device} on this machine", found=here, fix='use "cpu" and "disk" in the device map'
+            f"this machine has no device {device}", found=here, fix='use "cpu" and "disk" in the device map'
         )
     return torch.device(kind.type, device)
 
@@ -493,9 +493,10 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
     if 0 < most < large.size:
         tied = " together with what shares its weights" if len(large.names) > 1 else ""
         raise StrategyError(
-            f"{large.names[0] or 'the model'!r} takes {in_units(large.size)}{tied}, more than every device",
+            f"{large.names[0] or 'the model'!r} takes {in_units(large.size)}{tied}, more than any device has",
             found=", ".join(f"{device}: {in_units(size)}" for device, size in room.items()),
-            fix="give a device more in max_memory, load it in a narrower dtype or quantised, or let it be split "
+            fix="raise max_memory of a device, load the model in a narrower dtype or quantised, or allow it to"
+            " be split "
             "(no_split_module_classes)",
         )
 

@@ -164,7 +164,7 @@ def _move_all(model: nn.Module, moves: list[_Move], places: Places, offload_dir:
     If a check fails, no tensor has moved.
 
     Raises:
-        StrategyError: a meta tensor has no known origin, or there is no directory for tensors that go to disk.
+        StrategyError: the source of a meta tensor is unknown, or a directory for tensors that go to disk is missing.
     """
     _check_content(moves)
     to_disk = [m.tied for m in moves if m.away and not is_meta(m.tied.tensor) and _belongs_on_disk(m.tied, places)]
@@ -212,7 +212,7 @@ def _check_content(moves: list[_Move]) -> None:
     if lost:
         raise StrategyError(
             f"{first_names(lost)} have no values: they are on the meta device",
-            found="no file with their values was given",
+            found="no file with their values",
             fix="use load_checkpoint_and_dispatch, or give the directory of a checkpoint as offload_dir",
         )
     for move in moves:
@@ -411,7 +411,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict
         slot.name for tied in find_tied(model) if tied.persistent for slot in tied.slots if not places.covers(slot.name)
     ]
     unknown = [name for name in found if name not in known]
-    hint = f"; {unknown[0]!r} is no module: {did_you_mean(unknown[0], known)}" if unknown else ""
+    hint = f"; {unknown[0]!r} is not a module: {did_you_mean(unknown[0], known)}" if unknown else ""
     if missing or not found:
         raise StrategyError(
             f"the device map has no device for {first_names(missing) or 'anything'}",
@@ -500,7 +500,7 @@ def dispatch_model(
 
     Raises:
         StrategyError: the map does not cover the model or names an absent device; a meta tensor has no known content;
-            or there is no directory for weights that go to disk.
+            or a directory for weights that go to disk is missing.
 
     Example:
         >>> import tempfile

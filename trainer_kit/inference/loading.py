@@ -171,7 +171,7 @@ def load_weights(
         raise ConfigurationError(
             f"{first_names([entry.name for entry in later])} go to disk, and cannot be read from the checkpoint again",
             found=f"{checkpoint}: no safetensors file, or its weights are quantised",
-            fix="pass offload_folder, a directory for them",
+            fix="pass a directory for them as offload_folder",
         )
     for entry in kept:
         _load(entry, weights, places, dtype_of)
@@ -322,7 +322,9 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
         held, wanted = list(tensor_like(weights, entry.name).shape), list(entry.tied.tensor.shape)
         if held != wanted:
             reason = f"{held} in the checkpoint, and the model has {wanted}"
-            raise CheckpointError(checkpoint, entry.name, reason, fix="build the model as it was when it was saved")
+            raise CheckpointError(
+                checkpoint, entry.name, reason, fix="build the model as it was when the checkpoint was saved"
+            )
     _refuse_two(entries, weights, checkpoint)
     lost = missing if strict or not entries else [tied for tied in missing if is_meta(tied.tensor)]
     refused = bool(lost or (strict and unexpected))
@@ -335,7 +337,7 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
             checkpoint,
             names[0] if names else unexpected[0],
             f"the checkpoint {', and '.join(differences)}",
-            fix="build the model as it was when it was saved; if it shares weights, tie them first: "
+            fix="build the model as it was when the checkpoint was saved; if it shares weights, tie them first: "
             f"model.tie_weights(){near}",
         )
     if differences:

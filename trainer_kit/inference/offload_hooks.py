@@ -141,7 +141,7 @@ class LayerHooks:
             raise StrategyError(
                 f"an input of {self.name or 'the model'!r} has no values",
                 found=f"a tensor of {list(value.shape)} on the meta device",
-                fix=f"make inputs on {str(self.device)!r}: the device of parameters on disk is not that of the inputs",
+                fix=f"create inputs on {str(self.device)!r}: parameters on disk do not show the device of the inputs",
             )
         return move_to_device(value, self.device)
 
@@ -152,7 +152,7 @@ class LayerHooks:
                 raise StrategyError(
                     f"{key!r} of {where} was replaced after the model was dispatched",
                     found="a tensor other than the offloaded one",
-                    fix="call dispatch_model again: it uses the present tensors",
+                    fix="call dispatch_model again: it uses the current tensors",
                 )
         missing: dict[int, tuple[OnDisk, list[str]]] = {}
         for _, _, tensor in self.slots:
@@ -246,7 +246,7 @@ class ModelHooks:
             _TRAINING,
             found=self.where,
             fix="put every layer that is trained on a device with room for it, or freeze what is offloaded: "
-            "requires_grad_(False) before the model is spread",
+            "requires_grad_(False) before the model is dispatched",
         )
 
     def refuse_move(self, *args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,9 @@ def _sizes(inputs: Any, chunks: int) -> list[int]:
     tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.ndim]
     if not tensors:
         if chunks > 1:
-            raise StrategyError("there is no batch to split", found="no tensor among the inputs", fix="num_chunks=1")
+            raise StrategyError(
+                "the inputs contain no batch to split", found="no tensor among the inputs", fix="pass num_chunks=1"
+            )
         return [0]
     return [len(part) for part in torch.arange(len(tensors[0])).tensor_split(chunks) if len(part)] or [0]
 
@@ -145,7 +147,7 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
             raise StrategyError(
                 "the outputs of the chunks cannot be concatenated",
                 found=f"{shapes} for parts of {list(sizes)} samples",
-                fix="return outputs with one entry per sample (no loss, use_cache=False), or num_chunks=1",
+                fix="return outputs with one entry per sample (no loss, use_cache=False), or pass num_chunks=1",
             )
     return tree_unflatten(made, flat[0][1])
 

@@ -67,7 +67,7 @@ class BnbQuantizationConfig:
             )
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise PrecisionError(
-                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is no type", fix='use "nf4" or "fp4"'
+                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not a 4-bit type", fix='use "nf4" or "fp4"'
             )
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
             raise PrecisionError(
@@ -88,7 +88,7 @@ class BnbQuantizationConfig:
 def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     found = _DTYPES.get(given) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
-        raise PrecisionError(f"{name}={given!r} is no dtype", fix='use "fp32", "fp16", "bf16" or a torch.dtype')
+        raise PrecisionError(f"{name}={given!r} is not a dtype", fix='use "fp32", "fp16", "bf16" or a torch.dtype')
     return found
 
 
@@ -134,9 +134,9 @@ def load_and_quantize_model(
     empty = [tied.slots[0].name for tied in find_tied(model) if tied.persistent and is_meta(tied.tensor)]
     if weights_location is None and empty:
         raise PrecisionError(
-            "there are no weights to quantise",
+            "the model has no weights to quantise",
             found=f"{first_names(empty)} are on the meta device",
-            fix="pass weights_location, a checkpoint",
+            fix="pass a checkpoint as weights_location",
         )
     weights = None if weights_location is None else open_weights(weights_location)
     rest = config.torch_dtype
@@ -172,7 +172,7 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
         raise PrecisionError(
             "no layer of this model can be quantised",
             found=f"{len(linear)} linear layers, of which {len(stays)} are kept by name ({first_names(kept)})",
-            fix="name fewer in skip_modules; layers that are not nn.Linear, such as Conv1D of GPT-2, are not quantised",
+            fix="name fewer layers in skip_modules; only nn.Linear is quantised, not for example Conv1D of GPT-2",
         )
     precision = BitsandbytesPrecision(config.mode, config.bnb_4bit_compute_dtype, base="32-true")  # type: ignore[arg-type]
     for part in wanted.values():

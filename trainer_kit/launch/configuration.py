@@ -134,7 +134,7 @@ def _take_tpu_file(reading: _Reading) -> None:
     other = read_configuration(reading.path.parent / Path(name).expanduser())
     for option, value in other.values.items():
         if not option.startswith("tpu_") and option not in _WITH_TPUS:
-            raise reading.wrong(line, f"tpu_config_file: {other.where(option)}: {option} is no key of TPUs")
+            raise reading.wrong(line, f"tpu_config_file: {other.where(option)}: {option} is not a TPU key")
         reading.add(option, value, line)
     reading.add("tpu", True, line)
 
@@ -145,7 +145,7 @@ def _text(reading: _Reading) -> str:
             data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise ConfigurationError(
-            f"there is no configuration file {reading.path}", fix="write one with: trainer-kit config"
+            f"the configuration file {reading.path} does not exist", fix="write one with: trainer-kit config"
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{reading.path}: cannot be read: {error.strerror}") from None

@@ -33,7 +33,7 @@ def _run(index: int, words: list[str]) -> None:
         raise LaunchError(
             "torch_xla starts a process for each device",
             found=f"{xr.world_size()} devices, num_processes={wanted.value} ({wanted.origin})",
-            fix=f"num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
+            fix=f"set num_processes: {xr.world_size()}, or 1 for one process that drives all of them",
         )
     # Code in the script may read the variables that other launchers set.
     place = {

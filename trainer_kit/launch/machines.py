@@ -72,7 +72,7 @@ class Machines:
             raise LaunchError(
                 "the rank of this machine is out of range",
                 found=f"machine_rank={rank}, num_machines={count}",
-                fix="count from 0",
+                fix="count machines from 0",
             )
         self.count, self.rank, self.address, self.port, self.timeout = count, rank, address, port, timeout
         self.gone: list[int] = []
@@ -281,7 +281,7 @@ class SignedStore:
             raise LaunchError(
                 "the machines of a run share one token",
                 found=f"{key} was written with another {RUN_TOKEN}, or without one",
-                fix=f"export the same {RUN_TOKEN} on every machine, or give each run its own port",
+                fix=f"export the same {RUN_TOKEN} on every machine, or use another port for each run",
             )
         return text
 
@@ -317,7 +317,8 @@ def serve_store(address: str, port: int) -> Any:
                 found=error.strerror,
                 fix="choose another --main_process_port"
                 if taken
-                else "give --main_process_ip an address of this machine, or --machine_rank the place of this one",
+                else "pass an address of this machine as --main_process_ip, or the rank of this machine as"
+                " --machine_rank",
             ) from None
         listener.listen()
         bound = listener.getsockname()[1]

@@ -164,7 +164,7 @@ def _pod(options: Resolved, name: str) -> ConfigurationError:
     return options.wrong(
         "TPU pods are not supported yet",
         name,
-        fix="tpu_use_cluster: false and num_machines: 1, on one machine",
+        fix="set tpu_use_cluster: false and num_machines: 1, on one machine",
     )
 
 
@@ -177,7 +177,7 @@ def _machines(options: Resolved, here: Environment) -> Machines:
     port = options["main_process_port"]
     if not 0 <= rank < count:
         raise options.wrong(
-            "the rank of this machine is out of range", "machine_rank", "num_machines", fix="machines count from 0"
+            "the rank of this machine is out of range", "machine_rank", "num_machines", fix="count machines from 0"
         )
     if count == 1:
         return Machines(port=port or 0)
@@ -196,7 +196,7 @@ def _patience(options: Resolved) -> float:
             raise options.wrong(
                 "machines rendezvous in a store of this launcher, not by torch's rendezvous",
                 "rdzv_conf",
-                fix="timeout=SECONDS: how long a machine waits for the others",
+                fix="set timeout=SECONDS, how long a machine waits for the others",
             )
     return float(list(pairs.values())[-1]) if pairs else Machines.PATIENCE
 
@@ -224,7 +224,7 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
         raise ConfigurationError(
             "every machine must start the same number of processes",
             found=f"{options.describe('num_processes')}, num_machines={num_machines}",
-            fix="num_processes counts the processes of all machines together",
+            fix="pass a multiple of num_machines: num_processes counts the processes of all machines",
         )
     if total == 1 and options["multi_gpu"] and options.origin("multi_gpu").startswith("flag"):
         raise ConfigurationError("--multi_gpu is for several processes", found="1 process", fix="leave it out")
@@ -301,10 +301,12 @@ def _variables(options: Resolved) -> dict[str, str]:
     for option, name, value in pairs:
         found_at = f"{name} ({options.origin(option)})"
         if not isinstance(value, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigurationError("a variable is NAME=TEXT", found=found_at, fix="--env NCCL_DEBUG=INFO")
+            raise ConfigurationError(
+                "a variable is written as NAME=TEXT", found=found_at, fix="write --env NCCL_DEBUG=INFO"
+            )
         if name in _OURS or name.startswith(("TRAINER_KIT_", "TORCHELASTIC_")):
             raise ConfigurationError(
-                "launch sets this variable itself", found=found_at, fix="use the option for it; explain lists them"
+                "launch sets this variable itself", found=found_at, fix="use its option; trainer-kit explain lists them"
             )
         found[name] = value
     return found
@@ -321,7 +323,7 @@ def _refuse(options: Resolved) -> None:
     if options["aws_access_key_id"] or options["aws_secret_access_key"]:
         raise ConfigurationError(
             "AWS keys are not read from a command line, which other users of this machine can see",
-            fix="profile: NAME in the configuration file, with the keys in ~/.aws/credentials",
+            fix="set profile: NAME in the configuration file, with the keys in ~/.aws/credentials",
         )
     if is_sagemaker(options):
         raise refusal(options)
@@ -333,7 +335,7 @@ def _refuse(options: Resolved) -> None:
     for name, feature in wanted.items():
         if feature is not None:
             raise options.wrong(
-                f"{feature} is not here yet",
+                f"{feature} is not supported yet",
                 name,
                 fix="train data parallel (--multi_gpu, --cpu), or set it in the script: Trainer(strategy=...)",
             )
@@ -356,5 +358,5 @@ def _refuse(options: Resolved) -> None:
             "a parallelism_config needs an axis above 1",
             "use_parallelism_config",
             *parallel,
-            fix="--parallelism_config_tp_size 2, or another _size; or leave use_parallelism_config out",
+            fix="pass --parallelism_config_tp_size 2 or another _size, or leave use_parallelism_config out",
         )

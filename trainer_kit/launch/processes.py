@@ -81,7 +81,7 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
     method = "fork" if start_method == "auto" else start_method
     if method not in multiprocessing.get_all_start_methods():
         raise LaunchError(
-            f"this system cannot start processes by {method}", fix="put the code in a script: python train.py"
+            f"this system cannot start processes by {method}", fix="move the code into a script: python train.py"
         )
     if method == "fork":
         _check_fork()

@@ -70,7 +70,7 @@ def rerun_command() -> tuple[list[str], list[str]]:
     """How to run this program again from its start: the interpreter's options, and the script or module with arguments.
 
     Raises:
-        LaunchError: when there is no program to run again: in an interactive session, a notebook, ``python -c``, a
+        LaunchError: the program cannot be run again: in an interactive session, a notebook, ``python -c``, a
             test under pytest, a child process, or off the main thread.
     """
     options, words = split_command(sys.orig_argv)
@@ -96,7 +96,7 @@ def rerun_command() -> tuple[list[str], list[str]]:
         raise LaunchError(
             "the program cannot be started again on several processes",
             found=reason,
-            fix='put it in a script (python train.py), or use strategy="ddp_notebook"',
+            fix='move it into a script (python train.py), or use strategy="ddp_notebook"',
         )
     return options, words if script is None else [str(script), *words[1:]]
 
@@ -203,7 +203,7 @@ def requeue(environ: Mapping[str, str] = os.environ) -> str:
             env=environ,
         )
     except FileNotFoundError:
-        return f"job {name} is not requeued: there is no scontrol here"
+        return f"job {name} is not requeued: this machine has no scontrol"
     except subprocess.CalledProcessError as error:
         reason = " ".join((error.stderr or error.stdout or f"exit code {error.returncode}").split())
         return f"job {name} is not requeued: {reason}"

@@ -34,9 +34,9 @@ def is_sagemaker(options: Resolved) -> bool:
 def refusal(options: Resolved) -> ConfigurationError:
     """The error that no job is started."""
     return options.wrong(
-        "a job on SageMaker is not started from here: it would rent machines with your AWS account",
+        "this command does not start a SageMaker job, which would rent machines with your AWS account",
         "compute_environment",
-        fix="pass these values to sagemaker.huggingface.HuggingFace(...) and call fit(inputs) in a program of yours",
+        fix="pass these values to sagemaker.huggingface.HuggingFace(...) and call fit(inputs) in your own program",
     )
 
 
@@ -68,11 +68,11 @@ def estimator_arguments(
         ConfigurationError: the job is incomplete, or SageMaker cannot pass the script's arguments.
     """
     if not script.endswith(".py"):
-        raise ConfigurationError("SageMaker runs a Python file", found=script, fix="a script that ends in .py")
+        raise ConfigurationError("SageMaker runs a Python file", found=script, fix="pass a script that ends in .py")
     for name in ("ec2_instance_type", "iam_role_name"):
         if not options[name]:
             raise options.wrong(
-                f"a job on SageMaker needs {name}", "compute_environment", fix=f"{name}: ... in the file"
+                f"a job on SageMaker needs {name}", "compute_environment", fix=f"set {name}: ... in the file"
             )
     path = Path(script)
     data_parallel = options["distributed_type"] == "DATA_PARALLEL"
@@ -145,7 +145,7 @@ def _table(options: Resolved, name: str) -> list[tuple[str, str]] | None:
         lines = Path(options[name]).expanduser().read_text("utf-8").splitlines()[1:]
         return [(cells[0], cells[1].strip()) for cells in (line.split("\t") for line in lines)]
     except (OSError, UnicodeDecodeError, IndexError) as error:
-        raise options.wrong(f"this is no table of names and values: {error}", name) from error
+        raise options.wrong(f"this is not a table of names and values: {error}", name) from error
 
 
 def _constructed(value: Any) -> Any:

@@ -44,7 +44,7 @@ def patience() -> float:
         seconds = 0.0
     if seconds <= 0:
         raise ConfigurationError(
-            "TRAINER_KIT_PATIENCE is a number of seconds", found=repr(text), fix="TRAINER_KIT_PATIENCE=30"
+            "TRAINER_KIT_PATIENCE must be a number of seconds", found=repr(text), fix="set TRAINER_KIT_PATIENCE=30"
         )
     return max(seconds, 0.1)
 
@@ -95,7 +95,7 @@ def _serve_as_master(here: Environment) -> Any:
                 fix="set MASTER_ADDR to an address of the machine of rank 0, and MASTER_PORT to a free port",
             ) from None
     print(
-        f"rank 0 listens at {own}:{here.master_port}: MASTER_ADDR={here.master_addr} is no address of this machine",
+        f"rank 0 listens at {own}:{here.master_port}: MASTER_ADDR={here.master_addr} is not an address of this machine",
         file=sys.stderr,
         flush=True,
     )

@@ -87,7 +87,7 @@ class CSVLogger(DirectoryLogger):
         if "step" in values:
             raise LogError(
                 "a metric cannot be called 'step' in a table of metrics",
-                found="its first column has that name",
+                found="the first column of the table has this name",
                 fix="log it under another name, such as 'train/step'",
             )
         if not values:
@@ -220,7 +220,7 @@ class _Table:
             raise LogError(
                 f"{self._path} is not a table of metrics",
                 found=f"its columns are {', '.join(names)}" if "step" not in names else "a row without a whole step",
-                fix="choose another version, or move the file away",
+                fix="choose another version, or move the file",
             )
         self._columns = names
         return rows

@@ -134,7 +134,7 @@ class JSONLLogger(DirectoryLogger):
 
         Raises:
             OSError: the file cannot be read.
-            LogError: there is no line of metrics.
+            LogError: the journal has no line of metrics.
         """
         with open(self.path, "rb") as file:
             file.seek(line)

@@ -59,9 +59,9 @@ def _number(name: str, value: Any) -> int | float:
         number = None
     if not isinstance(number, (int, float)):
         raise LogError(
-            f"the metric {name!r} is not one number",
+            f"the metric {name!r} is not a single number",
             found=f"a {type(value).__name__}{_shape(value)}",
-            fix="log a number or a tensor of one element; pictures and text go through the logger's `experiment`",
+            fix="log a number or a tensor of one element; use the logger's `experiment` for pictures and text",
         )
     return int(number) if isinstance(number, bool) else number
 
@@ -155,7 +155,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def one_at_a_time(method: _F) -> _F:
-    """Decorator for a logger's methods that share ``self.lock``: a run calls a logger on a thread of its own, and user
+    """Decorator for a logger's methods that share ``self.lock``: a run calls each logger on a separate thread, and user
     code may call the same logger on another one.
 
     Example:
@@ -214,7 +214,7 @@ class DirectoryLogger(ABC):
         self._save_dir = os.fspath(save_dir)
         if "://" in self._save_dir:
             raise ConfigurationError(
-                f"{type(self).__name__} writes to a local directory",
+                f"{type(self).__name__} writes to local directories only",
                 found=f"save_dir={self._save_dir!r}",
                 fix="give a local path, and copy the files afterwards",
             )
@@ -271,7 +271,7 @@ class DirectoryLogger(ABC):
         inside = os.path.normpath(version) if isinstance(version, str) else "version"
         if not isinstance(version, (int, str)) or os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir:
             raise ConfigurationError(
-                f"the run to continue logs outside of {self.root_dir}",
+                f"the run to continue has its logs outside of {self.root_dir}",
                 found=f"version {version!r} in run.json or in the checkpoint",
                 fix=f"pass version= to {type(self).__name__} to log there deliberately",
             )

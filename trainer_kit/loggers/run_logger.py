@@ -188,7 +188,7 @@ class RunLogger(ABC):
             return
         if not re.fullmatch(r"[\w.\-]+", str(state["id"])):
             raise ConfigurationError(
-                "the run to continue has an id that no tracker gives", found=repr(state["id"]), fix="give its id"
+                "the run to continue has an id that no tracker creates", found=repr(state["id"]), fix="pass its id"
             )
         self._id = str(state["id"])
 
@@ -339,7 +339,7 @@ class RunLogger(ABC):
         """
         found = Path(os.path.expanduser(path))
         if not found.exists():
-            raise FileNotFoundError(f"{found}: there is no such file or directory to log")
+            raise FileNotFoundError(f"{found}: this file or directory does not exist")
         self._write_file(self.experiment, found, path_part(found.name if name is None else name))
 
     def after_save_checkpoint(self, path: str | os.PathLike[str]) -> None:

@@ -142,22 +142,22 @@ class TensorBoardLogger(DirectoryLogger):
             input_array: the arguments of its ``forward``, a tensor or a tuple; None for ``model.example_input_array``.
 
         Raises:
-            LogError: there is no example input, or the module cannot be traced.
+            LogError: the example input is missing, or the module cannot be traced.
         """
         if not self._log_graph:
             return
         example = getattr(model, "example_input_array", None) if input_array is None else input_array
         if example is None:
             raise LogError(
-                "the graph needs an example of what the module takes",
+                "the graph needs an example input of the module",
                 found=f"log_graph=True, and {type(model).__name__}.example_input_array is not set",
                 fix="set self.example_input_array in the module, or log_graph=False",
             )
         if is_divided(model):
             raise LogError(
                 f"the graph of {type(model).__name__} cannot be traced",
-                found="its weights are divided over ranks, and a forward of this one alone would wait for the others",
-                fix="log_graph=False",
+                found="its weights are divided over ranks, so a forward on this rank alone would wait for the others",
+                fix="pass log_graph=False",
             )
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
         example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
@@ -174,7 +174,7 @@ class TensorBoardLogger(DirectoryLogger):
                 raise LogError(
                     f"the graph of {type(model).__name__} cannot be traced",
                     found=f"{type(error).__name__}: {error}",
-                    fix="log_graph=False",
+                    fix="pass log_graph=False",
                 ) from error
             finally:
                 for module, training in modes.items():

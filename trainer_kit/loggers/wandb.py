@@ -108,7 +108,7 @@ class WandbLogger:
         if self.version is None:
             if not re.fullmatch(r"[\w.\-]+", str(state["id"])):  # it becomes part of a file's name
                 raise ConfigurationError(
-                    "the run to continue has an id that W&B cannot have", found=repr(state["id"]), fix="give id="
+                    "the run to continue has an id that is not valid in W&B", found=repr(state["id"]), fix="pass id="
                 )
             self._init["id"] = state["id"]
 

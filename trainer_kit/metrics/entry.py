@@ -323,7 +323,7 @@ def _place(metric: Any, module: nn.Module | None) -> str | None:
     if place is None:
         raise LogError(
             "a metric object was logged on some ranks only, and the others cannot find it",
-            found=f"a {type(metric).__name__} that is no submodule of the module",
+            found=f"a {type(metric).__name__} that is not a submodule of the module",
             fix="keep it as an attribute of the module (self.metric = ...)",
         )
     return place

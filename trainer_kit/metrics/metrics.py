@@ -136,11 +136,13 @@ class Metrics:
         if self.hook in CLOSED_HOOKS:
             raise LogError(
                 f"{name!r} cannot be logged {'in ' + self.hook if self.hook else 'outside a hook'}",
-                fix="log it in a step or epoch hook, or hand it to trainer.log_metrics(...)",
+                fix="log it in a step or epoch hook, or pass it to trainer.log_metrics(...)",
             )
         if not isinstance(name, str):
             raise LogError(
-                "a metric's name is a string", found=repr(name), fix="the name comes first: self.log(name, value)"
+                "the name of a metric must be a string",
+                found=repr(name),
+                fix="pass the name first: self.log(name, value)",
             )
         entry = Entry(self.hook, name, self.loader, options)
         if self.loader is not None and not entry.place:
@@ -382,7 +384,7 @@ def _host_number(name: str, value: Any) -> float:
     raise LogError(
         f"{name!r} is not a number",
         found=f"{type(value).__name__}: {printable(repr(value), 80)}",
-        fix="log one number per name; text goes to self.print(...) or to a logger's own methods"
+        fix="log one number per name; use self.print(...) or a logger's own methods for text"
         if text
         else "log one number per name, or use log_dict",
     )

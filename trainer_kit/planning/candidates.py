@@ -46,7 +46,7 @@ def strategy_for(candidate: Candidate) -> Strategy:
             raise StrategyError(
                 f"strategy={word!r} does not support offload to host memory",
                 found="offload=True",
-                fix=f"offload=False, or one of {', '.join(_OFFLOADS)}",
+                fix=f"pass offload=False, or use one of {', '.join(_OFFLOADS)}",
             )
         word = _OFFLOADS[word]
     made: Any = word

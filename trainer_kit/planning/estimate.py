@@ -42,9 +42,9 @@ class Assumptions:
     def __post_init__(self) -> None:
         if not (0 < self.efficiency <= 1 and 0 < self.bandwidth <= 1):
             raise ConfigurationError(
-                "efficiency and bandwidth are fractions of a peak",
+                "efficiency and bandwidth must be fractions of a peak",
                 found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
-                fix="numbers above 0 and at most 1",
+                fix="pass numbers above 0 and at most 1",
             )
         if self.latency < 0 or (self.price is not None and self.price < 0):
             raise ConfigurationError(

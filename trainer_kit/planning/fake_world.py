@@ -43,7 +43,7 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         raise StrategyError(
             "planning needs a process that is not a rank of a run",
             found=f"a process group of {dist.get_world_size()} ranks",
-            fix="plan in a process of its own, before the first fit: trainer-kit plan train.py",
+            fix="plan in a separate process, before the first fit: trainer-kit plan train.py",
         )
     excepthook = sys.excepthook  # torch replaces it
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
@@ -207,7 +207,7 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
             raise ConfigurationError(
                 "an earlier fit has divided this module among ranks",
                 found=f"{name} is a {type(tensor).__name__}",
-                fix="make a new module, and plan before the first fit",
+                fix="create a new module, and plan before the first fit",
             )
         with mode, torch.no_grad():
             empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
@@ -252,7 +252,7 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
                 return torch.empty(shape, dtype=value.dtype, device="cpu")
         if not isinstance(value, MutableMapping):
             raise TypeError(f"a batch with a {type(value).__name__} cannot be made in another size")
-        own: Any = copy.copy(value)  # a batch of transformers, which has a method ``to`` of its own
+        own: Any = copy.copy(value)  # a batch of transformers, which has its own method ``to``
         for key, part in value.items():
             own[key] = map_movable(part, resized)
         return own

@@ -292,7 +292,7 @@ def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
     if strategy_for(candidate).engine == "fsdp" and precision.param_dtype is not None:
         notes.append(AUTOCAST_COPIES)
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        notes.append("recurrent layers are measured as plain operators; a fused kernel has a workspace of its own")
+        notes.append("recurrent layers are measured as plain operators; a fused kernel has its own workspace")
     if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):
         found = ", ".join(sorted(_READ & batch.keys()))
         notes.append(f"models of transformers read {found}: measured as for samples that are padded or packed")

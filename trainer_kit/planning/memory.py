@@ -135,5 +135,5 @@ def estimate_memory(shapes: Shapes, dtypes: Iterable[str] | None = None) -> list
     chosen = list(_BITS if dtypes is None else dtypes)
     for dtype in chosen:
         if dtype not in _BITS:
-            raise ConfigurationError(f"there is no estimate for {dtype!r}", fix=did_you_mean(dtype, _BITS))
+            raise ConfigurationError(f"the memory of {dtype!r} cannot be estimated", fix=did_you_mean(dtype, _BITS))
     return [one(dtype) for dtype in chosen]

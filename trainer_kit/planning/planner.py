@@ -83,7 +83,7 @@ def plan_fit(
     worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
     strategies, precisions = _words(strategies, check_word), _words(precisions, make_precision)
     if not worlds or worlds[0] < 1:
-        raise ConfigurationError("the number of ranks is at least 1", found=f"world={world!r}", fix="world=[8, 64]")
+        raise ConfigurationError("a plan needs at least 1 rank", found=f"world={world!r}", fix="pass world=[8, 64]")
     if global_batch is not None and global_batch < 1:
         raise ConfigurationError("the global batch has at least one sample", found=f"global_batch={global_batch}")
     given: Mapping[str, Any] = trainer.arguments if arguments is None else arguments
@@ -156,7 +156,7 @@ def _uncounted(own: Strategy | None) -> tuple[str, ...]:
 def _first_batch(loaders: Any) -> tuple[Any, int]:
     """The first batch, and the size of the loader's batches."""
     if loaders is None:
-        raise ConfigurationError("there is no training data", fix="pass a loader, or define train_dataloader()")
+        raise ConfigurationError("the plan needs training data", fix="pass a loader, or define train_dataloader()")
     whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
     parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
     generators = own_generators(*(owner for part in parts for owner in _owners(part)))
@@ -226,7 +226,11 @@ def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[
         name = torch.cuda.get_device_name()
         rates = [row for row in known_devices().values() if device_peak(name, "16-true") == row.flops("16-true")]
         if not rates:
-            raise ConfigurationError("no data sheet of this device is known", found=name, fix='device="h100"')
+            raise ConfigurationError(
+                "this device has no known data sheet",
+                found=name,
+                fix='name a device that has one, such as device="h100"',
+            )
         word = rates[0].name
     if word is None or word.lower() == "cpu":
         notes.append("cpu: rates were measured here, and links are assumed to have 5 GB/s")

@@ -29,7 +29,7 @@ class FakeReplicas(Strategy):
 
     The reducer (torch/csrc/distributed/c10d/reducer.cpp) holds all gradients in buckets from the beginning. A backward
     that exchanges copies each gradient into its bucket when it is complete, and lets the parameter's ``grad`` be that
-    part of the bucket. A backward that does not exchange leaves a gradient of its own beside the bucket.
+    part of the bucket. A backward that does not exchange leaves a separate gradient beside the bucket.
 
     Args:
         real: the strategy, for its options.

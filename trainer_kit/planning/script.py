@@ -73,7 +73,7 @@ def captured_fit(
         empty_weights: parameters of modules are made on the meta device, with shapes and dtypes and without memory.
 
     Raises:
-        ConfigurationError: there is no such script, it fails or exits before a fit, or it calls no fit.
+        ConfigurationError: the script does not exist, fails or exits before a fit, or it calls no fit.
 
     Example:
         >>> import sys, tempfile
@@ -94,7 +94,7 @@ def captured_fit(
         {'meta'}
     """
     if not Path(script).is_file():
-        raise ConfigurationError("there is no such script", found=script, fix="give the path of a Python file")
+        raise ConfigurationError("the script does not exist", found=script, fix="give the path of a Python file")
     found: list[CapturedFit] = []
     mains: list[Any] = []
     ended = "it ran to its end"
@@ -115,7 +115,7 @@ def captured_fit(
         raise ConfigurationError(
             f"{script} calls no Trainer.fit",
             found=f"{ended}, with the arguments {' '.join(arguments) or '(none)'}",
-            fix="pass the script's arguments after --; a loop of your own over an Accelerator cannot be captured",
+            fix="pass the script's arguments after --; a raw loop with an Accelerator cannot be captured",
         )
     sys.modules["__main__"] = mains[0]
     return found[0]

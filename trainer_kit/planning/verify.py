@@ -131,11 +131,13 @@ def verify(
 
 def _refuse(trainer: Session, steps: int) -> None:
     if steps < 1:
-        raise ConfigurationError("verify runs at least one step", found=f"steps={steps}", fix="steps=4")
+        raise ConfigurationError(
+            "verify runs at least one step", found=f"steps={steps}", fix="pass a number such as steps=4"
+        )
     if Environment.detect().launched:
         raise ConfigurationError(
             "verify starts the ranks itself",
-            found="a process that a launcher has started",
+            found="a process that a launcher started",
             fix="call it in a plain process: python train.py",
         )
 

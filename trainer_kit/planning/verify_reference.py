@@ -360,7 +360,7 @@ def plain_loop(
         traced: the name of a module whose operations are recorded at these steps.
 
     Raises:
-        ConfigurationError: the module has a loop of its own.
+        ConfigurationError: the module has its own loop.
     """
     window = trainer.accumulation
     feeds, limit = feeds_of(trainer, loaders, division)

@@ -1,4 +1,4 @@
-"""The runs that `verify` compares; each in processes of its own, from the same module, loaders and random state."""
+"""The runs that `verify` compares; each in separate processes, from the same module, loaders and random state."""
 
 from __future__ import annotations
 

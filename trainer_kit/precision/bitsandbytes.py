@@ -142,7 +142,7 @@ class _Frozen(nn.Linear, ABC):
             raise PrecisionError(
                 "the checkpoint was quantised with another mode",
                 found=f"{prefix}weight: {saved!r}, and this module has {self.mode!r}",
-                fix=f"precision={saved!r}, or a checkpoint of floats",
+                fix=f"use precision={saved!r}, or a checkpoint of floats",
             )
         super()._load_from_state_dict(state_dict, prefix, *rest)
 

@@ -121,7 +121,7 @@ class ConvertedPrecision(Precision):
 
 @runtime_checkable
 class QuantizedLayer(Protocol):
-    """A layer whose parameters hold a quantised weight, in a shape of its own."""
+    """A layer whose parameters hold a quantised weight, in its own shape."""
 
     def take_floats(self, state: dict[str, Any], prefix: str) -> None:
         """Quantise this layer's weight in a state, where that holds floats."""

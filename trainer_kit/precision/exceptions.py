@@ -101,7 +101,7 @@ def excepted(
     if unused:
         names = [name for name, _ in module.named_modules() if name]
         raise PrecisionError(
-            f"there is no module named {sorted(unused)[0]!r}",
+            f"the model has no module named {sorted(unused)[0]!r}",
             found=f"exceptions={sorted(exceptions)}; modules: {', '.join(names[:8])}{', …' if len(names) > 8 else ''}",
             fix="use a name from named_modules(), a class name, or a pattern such as '*norm*'",
         )
@@ -121,9 +121,9 @@ def refuse_ties(module: nn.Module, names: Sequence[str]) -> None:
         other = owners.setdefault(id(parameter), path)
         if is_excepted(path, names) != is_excepted(other, names):
             raise PrecisionError(
-                "a weight that two modules share cannot have two dtypes",
+                "a weight shared by two modules cannot have two dtypes",
                 found=f"{other} and {path}",
-                fix="make both modules exceptions, or neither",
+                fix="list both modules as exceptions, or neither",
             )
 
 

@@ -236,7 +236,7 @@ class MixedPrecision(NativePrecision):
         if device.type != self.device_type:
             if not self._any_device:
                 raise PrecisionError(
-                    "autocast is configured for another device than that of the run",
+                    "autocast is configured for a different device than the run uses",
                     found=f"device_type={self.device_type!r}, and the run is on {device.type!r}",
                     fix="leave device_type out, or use that device as accelerator",
                 )

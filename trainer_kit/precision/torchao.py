@@ -29,7 +29,7 @@ _MULTIPLE: Final = 16  # both sizes of a weight are multiples of it for fp8 matr
 class Float8Precision(ConvertedPrecision):
     """Linear layers multiply in float8, everything else computes in ``base``; weights are stored as they are.
 
-    Inputs, weights and gradients get new scales in each step, so there is no state to save. All linear layers are
+    Inputs, weights and gradients get new scales in each step, so they have no state to save. All linear layers are
     exchanged (not subclasses of ``nn.Linear``) but exceptions, often the first and the last.
     Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; https://github.com/pytorch/ao.
 
@@ -73,9 +73,9 @@ class Float8Precision(ConvertedPrecision):
         if self.config.enable_fsdp_float8_all_gather:
             raise PrecisionError(
                 "FSDP's all-gather in float8 is not supported",
-                found="enable_fsdp_float8_all_gather: torchao puts other parameters in their place, which an optimizer"
-                " that exists does not step and a checkpoint cannot hold",
-                fix="leave it out: weights are gathered as they are stored",
+                found="enable_fsdp_float8_all_gather: torchao replaces the parameters, so an existing optimizer"
+                " does not step them, and a checkpoint cannot hold them",
+                fix="leave it out: weights are gathered in the dtype in which they are stored",
             )
         if self.config.emulate:
             return
@@ -87,7 +87,8 @@ class Float8Precision(ConvertedPrecision):
             raise PrecisionError(
                 f"a device of type {device.type!r} here does not support float8 matrix products",
                 found=str(error).splitlines()[0],
-                fix='precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower, with the same results',
+                fix='use precision="bf16-mixed"; or Float8Precision(emulate=True), which is slower, with the'
+                " same results",
             ) from error
 
     def options(self) -> str:
@@ -122,7 +123,7 @@ class Float8Precision(ConvertedPrecision):
             raise PrecisionError(
                 f"float8 matrix products need weight sizes that are multiples of {_MULTIPLE}",
                 found=", ".join(odd[:8]),
-                fix=f"exceptions={[one.split(' ')[0] for one in odd]}, or sizes that are",
+                fix=f"pass exceptions={[one.split(' ')[0] for one in odd]}, or use sizes that are",
             )
         convert_to_float8_training(module, config=self.config, module_filter_fn=lambda _, name: name in wanted)
 
@@ -184,7 +185,9 @@ class QATPrecision(ConvertedPrecision):
             quantize_(module, QATConfig(self.config, step="prepare"), filter_fn=lambda _, name: name in wanted)
         except (AssertionError, ValueError) as error:
             raise PrecisionError(
-                "torchao failed to convert this model", found=str(error), fix="another config, or exceptions=[...]"
+                "torchao failed to convert this model",
+                found=str(error),
+                fix="use another config, or list layers in exceptions=[...]",
             ) from error
 
     def export(self, module: nn.Module) -> nn.Module:
@@ -218,5 +221,5 @@ def _float8_config(recipe: str) -> Any:
     ao = vendor_module("torchao.float8", "fp8 training needs torchao", _INSTALL)
     known = [name.value for name in ao.config.Float8LinearRecipeName]
     if recipe not in known:
-        raise PrecisionError(f"torchao knows no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known))
+        raise PrecisionError(f"torchao has no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known))
     return ao.Float8LinearConfig.from_recipe_name(recipe)

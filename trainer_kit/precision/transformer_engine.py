@@ -72,7 +72,9 @@ class TransformerEnginePrecision(ConvertedPrecision):
         available, reason = answer if isinstance(answer, tuple) else (answer, "")
         if not available:
             raise PrecisionError(
-                "Transformer Engine does not support fp8 on this GPU", found=str(reason), fix='precision="bf16-mixed"'
+                "Transformer Engine does not support fp8 on this GPU",
+                found=str(reason),
+                fix='use precision="bf16-mixed"',
             )
 
     def options(self) -> str:
@@ -96,7 +98,7 @@ class TransformerEnginePrecision(ConvertedPrecision):
             raise PrecisionError(
                 f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
                 found=", ".join(f"{n} ({wanted[n].in_features} to {wanted[n].out_features})" for n in odd[:8]),
-                fix=f"exceptions={odd}, or sizes that are",
+                fix=f"pass exceptions={odd}, or use sizes that are",
             )
         for name, part in wanted.items():
             module.set_submodule(name, _linear(engine, part) if isinstance(part, nn.Linear) else _norm(engine, part))

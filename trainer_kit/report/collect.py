@@ -388,7 +388,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """Return the paths that are run directories; for every other path the run directories inside it.
 
     Raises:
-        ConfigurationError: there is no run directory in a path.
+        ConfigurationError: a path contains no run directory.
     """
     found: list[Path] = []
     for path in map(Path, paths):
@@ -396,7 +396,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         own = [directory for directory in inside if directory == path]
         if not inside:
             fix = "name the directory that a Trainer prints as its log_dir, or one above it"
-            raise ConfigurationError(f"there is no run in {path}", found=f"no {JOURNAL} in it", fix=fix)
+            raise ConfigurationError(f"{path} contains no run", found=f"no {JOURNAL} in this directory", fix=fix)
         found += own or inside
     return list(dict.fromkeys(found))
 

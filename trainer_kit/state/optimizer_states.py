@@ -368,7 +368,9 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
     optimizers = [OptimizerProxy.unwrapped(one) for one in optimizers]
     for one in optimizers:
         if not isinstance(one, Optimizer):
-            raise ConfigurationError("this is no optimizer", found=repr(one), fix="trainer.optimizers = [optimizer]")
+            raise ConfigurationError(
+                "this is not an optimizer", found=repr(one), fix="assign a list: trainer.optimizers = [optimizer]"
+            )
     if run.guard is not None:
         raise ConfigurationError(
             "these optimizers cannot be exchanged in a run",

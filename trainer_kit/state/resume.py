@@ -119,7 +119,7 @@ class Search:
             return newest
         if not isinstance(ckpt_path, (str, os.PathLike)):
             raise ConfigurationError(
-                'ckpt_path is a path, a URL, "last" or "best"',
+                'ckpt_path must be a path, a URL, "last" or "best"',
                 found=repr(ckpt_path),
                 fix='ckpt_path="last" takes the newest checkpoint' if ckpt_path is True else None,
             )
@@ -185,7 +185,7 @@ class Search:
             raise CheckpointError(
                 problem.file,
                 problem.key,
-                f"{problem.reason}; there is no intact checkpoint in {path.parent}",
+                f"{problem.reason}; {path.parent} contains no intact checkpoint",
                 fix="pass another ckpt_path, or leave it out to start a new run",
             )
         chosen = max(sound, key=lambda item: item[:2], default=(False, 0, None))[2]

@@ -235,7 +235,7 @@ class Guard:
         kept = (
             ""
             if first == self._first
-            else f", but not from step {first} on: there is no state before step {self._first - 1}"
+            else f", but not from step {first} on: no state before step {self._first - 1} was kept"
         )
         run.say(f"{problem}: {found}; {steps} left out{kept}")
         raise Rewind

@@ -465,7 +465,7 @@ def _real(place: str | os.PathLike[str]) -> str:
 
 
 def _lost(new: RunRecord, record: RunRecord) -> str:
-    """Why an unfinished run cannot be found again: its script or root is no longer where it was."""
+    """Why an unfinished run cannot be found again: its script or root no longer exists at the recorded path."""
     if record.is_attempt_of(new) or (record.status == "finished" and record.ended):
         return ""
     if (record.fit, record.name, record.program) != (new.fit, new.name, new.program):
@@ -474,7 +474,7 @@ def _lost(new: RunRecord, record: RunRecord) -> str:
         gone = recorded and not is_url(recorded) and not os.path.exists(recorded)
         if gone and not record.is_at(recorded, today):
             return (
-                f"{record.directory} holds an unfinished run whose {what} was {recorded}, which is not there any more"
+                f"{record.directory} holds an unfinished run whose {what} was {recorded}, which does not exist any more"
             )
     return ""
 

@@ -244,7 +244,7 @@ class WindowLoader:
             raise DataError(
                 "the weights of an accumulation window sum to zero or less",
                 found=f"weights {weights}",
-                fix="loss_weight must be positive",
+                fix="return a positive number from loss_weight",
             )
         factors = [weight * self.divisor / total for weight in weights]
         return None if all(factor == 1.0 for factor in factors) else factors

@@ -26,7 +26,7 @@ class _Scope(Protocol):
 
 
 def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
-    """Sort by ``order``, then as given; refuse objects that are no callbacks, and equal state keys."""
+    """Sort by ``order``, then as given; refuse objects that are not callbacks, and equal state keys."""
     chosen = list(callbacks)
     for callback in chosen:
         if not isinstance(callback, Callback):
@@ -36,7 +36,7 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
                 fix = f"make one: {callback.__name__}(...)"
             elif isinstance(callback, Mapping):
                 fix = "pass callbacks=list(mapping.values())"
-            raise ConfigurationError("not a callback", found=repr(callback), fix=fix)
+            raise ConfigurationError("this is not a callback", found=repr(callback), fix=fix)
         check_hooks(type(callback), Callback)
         check_overrides(type(callback), Callback)
         if callback.order not in _ORDER:

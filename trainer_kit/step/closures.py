@@ -70,7 +70,7 @@ def refusal_of_scaling(optimizer: Optimizer) -> ConfigurationError:
 
 
 def _refusal(optimizer: Optimizer, why: str, fix: str) -> ConfigurationError:
-    return ConfigurationError(f"{type(optimizer).__name__} evaluates the loss again in its step: {why}", fix=fix)
+    return ConfigurationError(f"{type(optimizer).__name__} evaluates the loss again inside its step: {why}", fix=fix)
 
 
 @final

@@ -61,7 +61,7 @@ def exit_agreement(bus: Bus, world: Group) -> Callable[[bool, bool], bool] | Non
             raise RankError(
                 "on_train_batch_start returned -1 on some ranks only",
                 found=f"on rank {', '.join(map(str, leaving))}, and not on rank {', '.join(map(str, staying))}",
-                fix="decide by a value that all ranks share: a step, or one logged with sync_dist=True",
+                fix="decide by a value that is the same on all ranks: a step, or a value logged with sync_dist=True",
             )
         return bool(leaving)
 
@@ -89,7 +89,7 @@ class MicroBatches:
         batch, index, outputs: of the micro-batch that ran last.
         sizes: samples of each micro-batch, over all ranks.
         tokens: the window's weight over all ranks, where the user's ``loss_weight`` counts them.
-        loss: a copy of the last one, read where that is no sync point.
+        loss: a copy of the last one, read where that is not a sync point.
         losses: those since `first_bad` was asked, each with the steps completed before it and its batch's number.
         skipped: how many times the step returned None.
         padded: how many micro-batches this rank did not have, in windows that were loaded.

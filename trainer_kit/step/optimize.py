@@ -363,8 +363,8 @@ class ManualStepper:
     def replace(self, optimizers: list[Optimizer]) -> int:
         """Refused: the user's own code steps them."""
         raise ConfigurationError(
-            "in manual optimization the loop steps no optimizers, so none are exchanged",
-            fix="return all of them from configure_optimizers, and step one of self.optimizers()",
+            "in manual optimization the loop steps no optimizers, so it cannot exchange them",
+            fix="return all optimizers from configure_optimizers, and step one of self.optimizers()",
         )
 
     def read_groups(self) -> None:

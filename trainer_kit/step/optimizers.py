@@ -132,7 +132,7 @@ def check_parameters(made: Optimizers, module: TrainModule, strategy: Strategy, 
             raise ConfigurationError(
                 f"{name} updates parameters that do not belong to {owner}",
                 found=f"{others} parameters, of which {owner} has none",
-                fix="make it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
+                fix="create it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
                 " plain list or dict, have other parameters",
             )
         if others:
@@ -234,7 +234,7 @@ def _check(made: Optimizers, module: TrainModule) -> None:
                 raise ConfigurationError(
                     "two named optimizers share a parameter",
                     found=f"{owners[id(parameter)]!r} and {name!r}",
-                    fix="give each parameter to one optimizer",
+                    fix="pass each parameter to one optimizer only",
                 )
 
 

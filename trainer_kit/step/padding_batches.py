@@ -169,4 +169,4 @@ def _undo(value: Any) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """It is no container."""
+    """Do nothing: the object is not a container."""

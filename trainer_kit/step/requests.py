@@ -83,7 +83,7 @@ class Requests:
 
 
 def _no_wake() -> None:
-    """There is no loop to wake."""
+    """Do nothing: no loop is waiting."""
 
 
 @contextmanager

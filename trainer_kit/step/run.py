@@ -25,7 +25,7 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["Fit", "Outcome", "Rewind", "Save", "Saver", "StepGuard"]
 
 Outcome = dict[str, CheckpointError | None]
-"""By path, why there is no checkpoint; None where there is one."""
+"""By path, why the checkpoint does not exist; None where it exists."""
 
 
 class Rewind(Exception):

@@ -100,7 +100,8 @@ class SplitBatches:
             if self._state.parts >= max(row[1] for row in rows):
                 rank = next(rank for rank, row in enumerate(rows) if row[0])
                 raise problem or RankError(
-                    f"rank {rank} is out of memory with one sample in a batch", fix="use more ranks, or a smaller model"
+                    f"rank {rank} is out of memory with a single sample in a batch",
+                    fix="use more ranks, or a smaller model",
                 )
             self._state.parts *= 2
             self._say(
@@ -242,8 +243,7 @@ class ReplayedSteps:
         raise TrainerKitError(
             f"step {step} gave different results when it was repeated on rank {', '.join(map(str, ranks))}",
             found="; ".join(f"rank {rank} on {found[rank]}" for rank in ranks),
-            fix="test that device: it may be damaged. Non-deterministic kernels differ too: set"
-            " deterministic=True to tell",
+            fix="test that device, which may be damaged; to exclude non-deterministic kernels, set deterministic=True",
         )
 
 

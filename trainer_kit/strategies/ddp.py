@@ -131,9 +131,9 @@ class DDPStrategy(Strategy):
         """Move and wrap the module; broadcast rank 0's weights."""
         if self.local_sgd is not None and (manual or precision.scales):
             raise StrategyError(
-                "local SGD needs to know when every rank steps",
+                "local SGD needs all ranks to step at the same time",
                 found="manual optimization" if manual else f"precision={precision.name!r}, where each may skip a step",
-                fix="automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
+                fix="use automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
             )
         self._backward = "manual" if manual else "one"
         self._frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -141,7 +141,7 @@ class DDPStrategy(Strategy):
             self.place_module(module, precision)
             return
         module.to(self.device)
-        # In manual optimization each backward reaches only the parameters of its own optimizer.
+        # In manual optimization each backward reaches only the parameters of one optimizer.
         partial = bool(self.wrapper_options["find_unused_parameters"])
         partial = partial or (manual and not self.wrapper_options["static_graph"])
         self._step = _Step(module, partial)
@@ -167,7 +167,8 @@ class DDPStrategy(Strategy):
         """Move the module, and wrap it if it has trained parameters; broadcast rank 0's weights."""
         if self.local_sgd is not None:
             raise StrategyError(
-                "local SGD of a strategy is not available in your own loop", fix="with LocalSGD(accelerator, model, 8)"
+                "the local SGD of a strategy is not available in a raw loop",
+                fix="use with LocalSGD(accelerator, model, 8):",
             )
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)
@@ -406,12 +407,12 @@ def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
     if isinstance(hook, str) and hook not in _HOOKS:
         raise StrategyError("unknown communication hook", found=repr(hook), fix=f"use {', '.join(map(repr, _HOOKS))}")
     if isinstance(wrapper, str) and wrapper not in ("fp16", "bf16"):
-        raise StrategyError("unknown wrapper of a communication hook", found=repr(wrapper), fix="use 'fp16', 'bf16'")
+        raise StrategyError("unknown wrapper of a communication hook", found=repr(wrapper), fix="use 'fp16' or 'bf16'")
     if wrapper is not None and hook is None:
         raise StrategyError("a wrapper needs a communication hook", found=f"ddp_comm_wrapper={wrapper!r}")
     if isinstance(state, Mapping) and hook not in ("powersgd", "batched_powersgd"):
         raise StrategyError(
-            "only PowerSGD has a state with arguments", found=f"{dict(state)} for {hook!r}", fix='hook "powersgd"'
+            "only PowerSGD has a state with arguments", found=f"{dict(state)} for {hook!r}", fix='use hook "powersgd"'
         )
 
 
@@ -452,7 +453,7 @@ def register_comm_hook(
 
     def unannotated(state, bucket):  # type: ignore[no-untyped-def]
         # torch compares annotations by identity, so those of `from __future__ import annotations` are refused. It also
-        # asks for NCCL where a hook has the name of its own one for bfloat16, which runs on gloo as well.
+        # asks for NCCL where a hook is named like its own one for bfloat16, although that runs on gloo as well.
         reduced: torch.futures.Future[Tensor] = chosen(state, bucket)
         if one_by_one:
             reduced.wait()

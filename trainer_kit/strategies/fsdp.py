@@ -120,7 +120,9 @@ class FSDPStrategy(Strategy):
             raise StrategyError("unknown sharding strategy", found=found, fix=fix)
         if offload_activations and activation_checkpointing_policy is False:
             fix = "activation_checkpointing_policy=True, or the modules"
-            raise StrategyError("only modules that recompute can offload", found="offload_activations", fix=fix)
+            raise StrategyError(
+                "activation offload needs activation checkpointing", found="offload_activations", fix=fix
+            )
         self._offloads = offload_activations
         self.device = torch.device(device)
         self.hybrid, self._mesh_shape = word.startswith("HYBRID"), device_mesh
@@ -283,7 +285,7 @@ class FSDPStrategy(Strategy):
             raise StrategyError(
                 "ignored_modules names no module that has parameters",
                 found=repr(self._ignored),
-                fix=f"a regular expression of whole names, such as {_some_name(module)!r}",
+                fix=f"pass a regular expression of whole names, such as {_some_name(module)!r}",
             )
         for part in [*self._units_of(module, separate), *roots]:
             if not isinstance(part, FSDPModule):
@@ -306,7 +308,8 @@ class FSDPStrategy(Strategy):
     def _units_of(self, module: nn.Module, separate: Sequence[nn.Module] = ()) -> list[nn.Module]:
         """Return the modules that are gathered separately, inner ones first, without the roots.
 
-        A module that shares a parameter with a module outside of it is no unit: both are gathered with the rest.
+        A module that shares a parameter with a module outside of it does not become a unit: both are gathered with the
+        rest.
         """
         owners = Counter(id(p) for part in module.modules() for p in part.parameters(recurse=False))
         shared = {number for number, count in owners.items() if count > 1}
@@ -366,7 +369,7 @@ class FSDPStrategy(Strategy):
                     micro.backward(index, loss)
                 elif root is not None:
                     raise StrategyError(
-                        "training_step returned None, and the backward of each rank needs all ranks",
+                        "training_step returned None, but the backward of each rank needs all ranks",
                         found=f"rank {self.world.rank}",
                         fix="return the loss multiplied by 0 to skip a batch, or use DDPStrategy",
                     )

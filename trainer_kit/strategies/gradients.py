@@ -100,7 +100,7 @@ def clip_parts(
         raise ConfigurationError(
             "sharded gradients are clipped by a p-norm with p above 0",
             found=f"norm_type={norm_type}",
-            fix="give p above 0",
+            fix="pass p above 0",
         )
     norm = total_norm(gradients if counted is None else counted, norm_type)
     if stages is not None:  # one dtype for all: a stage may have no gradient
@@ -160,4 +160,4 @@ def _norm(parts: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _unknown(algorithm: str) -> ConfigurationError:
-    return ConfigurationError("unknown way to clip gradients", found=repr(algorithm), fix='use "norm" or "value"')
+    return ConfigurationError("unknown clipping algorithm", found=repr(algorithm), fix='use "norm" or "value"')

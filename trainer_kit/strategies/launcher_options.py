@@ -78,7 +78,7 @@ def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None)
         fsdp: arguments of `FSDPStrategy`, where the launcher asks for it.
 
     Raises:
-        ConfigurationError: a size that is no number.
+        ConfigurationError: a size is not a number.
         StrategyError: activations are offloaded without FSDP.
 
     Example:

@@ -45,7 +45,9 @@ class PostLocalSGD:
     def __post_init__(self) -> None:
         if self.period < 1 or self.warmup_steps < 0:
             raise StrategyError(
-                "local SGD needs a positive period in steps", found=repr(self), fix="period=8, warmup_steps=1000"
+                "local SGD needs a positive period in steps",
+                found=repr(self),
+                fix="pass values such as period=8, warmup_steps=1000",
             )
 
 

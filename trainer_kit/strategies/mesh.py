@@ -132,7 +132,9 @@ class MeshStrategy(Strategy):
         self._offloads = bool(self._fsdp.pop("offload_activations", False))
         if self._offloads and activation_checkpointing_policy is False:
             fix = "activation_checkpointing_policy=True, or the modules"
-            raise StrategyError("only modules that recompute can offload", found="offload_activations", fix=fix)
+            raise StrategyError(
+                "activation offload needs activation checkpointing", found="offload_activations", fix=fix
+            )
         FSDPStrategy(self.device, **self._fsdp)  # raises for unknown options now
         check_timeout(timeout, "MeshStrategy")
         self.backend = process_group_backend
@@ -230,7 +232,7 @@ class MeshStrategy(Strategy):
         pp, divided = self.mesh["pp"].size(), self._plan_of(module).loss_parallel
         if divided or pp > 1:
             raise StrategyError(
-                "pipelines and loss parallelism need whole steps, which your own loop does not have",
+                "pipelines and loss parallelism need a Trainer that runs whole steps",
                 found=f"pp={pp}, loss_parallel={divided}",
                 fix="train with a Trainer, or use pp=1 and loss_parallel=False; prepare_pippy runs inference in stages",
             )
@@ -510,7 +512,7 @@ class _StagedStrategy(Strategy):
             rows = self.pipeline.world.agree([any(p.requires_grad for p in module.parameters())])
             if not all(row[0] for row in rows):
                 raise StrategyError(
-                    "gradient scaling needs trainable parameters on each rank of a pipeline",
+                    "gradient scaling needs trainable parameters on every rank of a pipeline",
                     found=f"nothing on ranks {', '.join(str(rank) for rank, row in enumerate(rows) if not row[0])}",
                     fix='use precision="bf16-mixed", which needs no scaling, or other split_points',
                 )
@@ -521,7 +523,7 @@ class _StagedStrategy(Strategy):
             raise StrategyError(
                 "no stage of a pipeline has a whole step to compile",
                 found=f"pp={self.groups.stages.size}",
-                fix='compile={"regional": True}, which compiles each block of a stage',
+                fix='use compile={"regional": True}, which compiles each block of a stage',
             )
         if several:
             raise _not_with_stages("several named losses", "use one optimizer, or a mesh without pp=")

@@ -95,7 +95,7 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
     """
     if fsdp and sizes["dp_replicate"] * sizes["dp_shard"] * sizes["cp"] == 1:
         raise StrategyError(
-            "fsdp= needs more than one rank along the data and context axes",
+            "fsdp= needs more than one rank on the data and context axes",
             found=f"fsdp with {', '.join(fsdp)}, {axes_in_words(sizes)}",
             fix="leave fsdp= out, or launch more processes",
         )

@@ -185,7 +185,8 @@ class ModelParallelStrategy(Strategy):
             raise StrategyError(
                 "ModelParallelStrategy needs a module that divides itself",
                 found=f"{type(module).__name__} has no configure_model",
-                fix="call parallelize_module or fully_shard there; MeshStrategy(dp_shard=..., tp=...) needs none",
+                fix="define it, and call parallelize_module or fully_shard there; or use"
+                " MeshStrategy(dp_shard=..., tp=...), which does not need it",
             )
         if "_built" in vars(module):  # an earlier entry point has divided it
             yield
@@ -267,7 +268,7 @@ class ModelParallelStrategy(Strategy):
             raise StrategyError(
                 "FullyShardedDataParallel wraps a part of the module",
                 found=outer[0] or type(module).__name__,
-                fix='fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of torch.distributed.fsdp',
+                fix='use fully_shard(layer, mesh=self.device_mesh["data_parallel"]) of torch.distributed.fsdp',
             )
         loose, foreign = [], []
         for name, parameter in module.named_parameters():
@@ -278,7 +279,7 @@ class ModelParallelStrategy(Strategy):
                 loose.append(name)
         if foreign:
             raise StrategyError(
-                "parameters are divided over a mesh that is not this strategy's",
+                "parameters are divided over a mesh that does not belong to this strategy",
                 found=_some(foreign),
                 fix='pass self.device_mesh["tensor_parallel"] or self.device_mesh["data_parallel"]',
             )

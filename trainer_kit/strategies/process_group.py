@@ -89,7 +89,7 @@ def join_world(
             raise StrategyError(
                 "this process has no rank: the process group cannot be joined",
                 found=str(error).splitlines()[0],
-                fix="start the script with torchrun, or give Trainer(devices=n) and let it start the ranks",
+                fix="start the script with torchrun, or pass Trainer(devices=n), which starts the ranks",
             ) from error
         # The process destroys the group when it exits: a later Trainer in this rank reuses it.
         atexit.register(_leave_world)
@@ -136,7 +136,7 @@ class ProcessGroup:
     Args:
         device: where this rank's tensors live.
         group: torch's, as the axis of a mesh has it; None for the default one. Where it has no CPU side every process
-            of the world makes its `ProcessGroup` at the same time, each of its own group.
+            of the world creates its `ProcessGroup` at the same time, each for its own group.
         timeout: how long a collective of the group beside it may take; None: torch's default.
     """
 

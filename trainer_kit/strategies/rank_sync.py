@@ -94,9 +94,9 @@ class InitialWeights:
         gone = sorted(known - {name for name, _ in _tensors(module)})
         if gone:
             raise StrategyError(
-                "configure_model renames or replaces layers whose values only rank 0 has",
+                "configure_model renames or replaces layers whose values exist only on rank 0",
                 found=f"{gone[0]} before, {next(iter(first.values()))} now",
-                fix="rename them in __init__, or make them without init_module(empty_init=True)",
+                fix="rename them in __init__, or create them without init_module(empty_init=True)",
             )
         layers = {name: part for name, part in module.named_modules() if {*map(id, _own(part))} & first.keys()}
         calls = [
@@ -105,9 +105,9 @@ class InitialWeights:
         lacking = [name for name, call in zip(layers, calls, strict=True) if not callable(call)]
         if lacking:
             raise StrategyError(
-                "layers on the meta device have no way to give their weights values",
+                "layers on the meta device cannot initialise their weights",
                 found=f"{', '.join(lacking[:3])} without reset_parameters",
-                fix="define reset_parameters(self), or make these layers in __init__",
+                fix="define reset_parameters(self), or create these layers in __init__",
             )
         with built_once(self._group):
             if self._group.rank == 0:

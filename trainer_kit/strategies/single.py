@@ -30,7 +30,7 @@ class Alone:
 
     @property
     def group(self) -> None:
-        """None: there is no process group."""
+        """None: a single process needs no process group."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Shape (1, *tensor.shape)."""
@@ -79,7 +79,7 @@ class SingleDeviceStrategy(Strategy):
         self.world = self.data = self.losses = self.reports = Alone()
 
     def start(self) -> None:
-        """Make the device current; there is no process group."""
+        """Make the device current; no process group is created."""
         make_current(self.device)
 
     def without_exchange(self) -> Callable[[], AbstractContextManager[Any]]:

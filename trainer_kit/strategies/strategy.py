@@ -80,7 +80,7 @@ class Strategy(ABC):
     lockstep: bool = False
     """Whether a forward needs every data rank: a rank without a batch then runs an earlier one with weight 0."""
     owns_step: bool = False
-    """Whether the engine steps parameters of its own: weights are whole only in `module_state`."""
+    """Whether the engine steps its own parameters: weights are whole only in `module_state`."""
     per_rank_state: bool = False
     """Whether ranks hold different values under the same names between two exchanges; see `own_state`."""
     completes_gradients: bool = False
@@ -92,7 +92,7 @@ class Strategy(ABC):
     why_not_averaged: str | None = None
     """Why callbacks cannot average the weights of this engine; None: they can."""
     keeps_gradients: bool = False
-    """Whether the engine takes gradients off the parameters, and steps copies of them in a dtype of its own."""
+    """Whether the engine takes gradients off the parameters, and steps copies of them in its own dtype."""
     why_not_recomputed: str | None = None
     """Why torch cannot compute a block's activations again in backward under this engine; None: it can."""
     why_not_again: str | None = None
@@ -168,7 +168,7 @@ class Strategy(ABC):
             raise StrategyError("reduce always uses all ranks", found="a group", fix="leave group out")
         op = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
         if op not in ("mean", "sum", "min", "max"):
-            raise StrategyError("unknown reduction", found=f"reduce_op={reduce_op!r}", fix="mean, sum, min or max")
+            raise StrategyError("unknown reduction", found=f"reduce_op={reduce_op!r}", fix="use mean, sum, min or max")
         own = torch.as_tensor(tensor, device=self.device)
         own = own.float() if op == "mean" and not own.is_floating_point() else own.clone()
         return own if self.world.size == 1 else self.world.all_reduce(own, op)
@@ -191,11 +191,11 @@ class Strategy(ABC):
     @property
     def optimizers(self) -> NoReturn:
         """Not here: the Trainer has them."""
-        raise AttributeError("a strategy has no optimizers: trainer.optimizers reads and replaces them")
+        raise AttributeError("a strategy does not hold the optimizers: trainer.optimizers reads and replaces them")
 
     @optimizers.setter
     def optimizers(self, optimizers: Any) -> NoReturn:
-        raise StrategyError("a strategy has no optimizers", fix="trainer.optimizers = [...]")
+        raise StrategyError("a strategy does not hold the optimizers", fix="assign trainer.optimizers = [...]")
 
     if not TYPE_CHECKING:  # a checker knows all attributes
 
@@ -224,7 +224,7 @@ class Strategy(ABC):
             raise PrecisionError(
                 f"precision {precision.name!r} does not run on {self.engine}",
                 found=reason,
-                fix='it runs on single, ddp, fsdp; precision="bf16-mixed" runs on every engine',
+                fix='use single, ddp or fsdp; or precision="bf16-mixed", which runs on every engine',
             )
         precision.check(self.device, self.engine)
 

@@ -37,7 +37,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if mark is None:
         return None
     if len(mark.args) != 1 or not isinstance(mark.args[0], int):
-        raise LaunchError("the mark takes the number of ranks", found=f"world_size{mark.args}", fix="world_size(2)")
+        raise LaunchError(
+            "the mark needs the number of ranks", found=f"world_size{mark.args}", fix="write world_size(2)"
+        )
     wanted = pyfuncitem._fixtureinfo.argnames
     arguments = _pickled({name: pyfuncitem.funcargs[name] for name in wanted})
     owner = "" if pyfuncitem.cls is None else f"{pyfuncitem.cls.__qualname__}."

@@ -36,7 +36,7 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"{type(self).__name__} has no {name}: there are no loop objects; trainer.progress has the counts,"
+            f"{type(self).__name__} has no {name}: this library has no loop objects; trainer.progress has the counts,"
             " and arguments of the Trainer and hooks change what it does"
         )
 
@@ -139,9 +139,9 @@ class OptimizersOfFit(list[Optimizer]):
 
     def __setitem__(self, *given: Any) -> NoReturn:
         raise ConfigurationError(
-            "the optimizers of a run are set together",
+            "the optimizers of a run must be set together",
             found="trainer.optimizers[...] = ...",
-            fix="trainer.optimizers = [...], with all of them",
+            fix="assign all of them: trainer.optimizers = [...]",
         )
 
 

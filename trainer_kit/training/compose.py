@@ -72,9 +72,9 @@ def check_module(module: Any, stage: str) -> None:
     """Raise `ConfigurationError` for a module that cannot run this stage; the message names what is missing."""
     if isinstance(module, type):
         raise ConfigurationError(
-            "this is the class of a module, not a module",
+            "this is a class, not a module object",
             found=module.__name__,
-            fix=f"make one: {module.__name__}(...)",
+            fix=f"create an object: {module.__name__}(...)",
         )
     if not isinstance(module, TrainModule):
         raise ConfigurationError(
@@ -86,7 +86,8 @@ def check_module(module: Any, stage: str) -> None:
         )
     if "_modules" not in vars(module):
         raise ConfigurationError(
-            f"{type(module).__name__}.__init__ does not call super().__init__()", fix="call it first in __init__"
+            f"{type(module).__name__}.__init__ does not call super().__init__()",
+            fix="call super().__init__() first in __init__",
         )
     check_hooks(type(module), ModuleHooks, DataHooks)
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
@@ -278,7 +279,7 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     if cannot is not None:
         raise ConfigurationError(
             f"NaNGuard cannot undo a step with {cannot}",
-            fix="leave it out: a loss that is not finite is an error without it",
+            fix="leave it out: without it, a loss that is not finite raises an error",
         )
     # A rewind does not reset the checkpoint callbacks (their files stay), nor the guard's list of skipped steps.
     kept = {id(asked), *map(id, trainer.checkpoint_callbacks)}
@@ -355,7 +356,7 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
     if not passed:
         _reload_training(trainer, run, datamodule)
     now = run.validation
-    if now is None and val_loaders is not None:  # they had no batch, or there is no validation_step
+    if now is None and val_loaders is not None:  # they had no batch, or validation_step is missing
         return
     made = _validation(trainer, run.module, datamodule, val_loaders, run.bus)
     if (now is None) != (made is None):
@@ -542,7 +543,7 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
     elif every < 1.0:
         if batches is None:
             raise ConfigurationError(
-                "the length of the epoch is unknown, so a fraction of it cannot be used",
+                "the length of the epoch is unknown, so validation cannot run at a fraction of it",
                 found=f"val_check_interval={every}",
                 fix="pass val_check_interval as a number of batches",
             )

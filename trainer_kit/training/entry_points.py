@@ -98,7 +98,7 @@ class EntryPoint:
     ) -> None:
         if isinstance(loaders, DataModule):
             if datamodule is not None:
-                raise ConfigurationError("the datamodule is given twice", fix="pass it as datamodule= only")
+                raise ConfigurationError("the datamodule is given twice", fix="pass it only as datamodule=")
             loaders, datamodule = None, loaders
         if isinstance(datamodule, (Iterable, int)):
             raise ConfigurationError(
@@ -123,7 +123,7 @@ class EntryPoint:
 
     def __enter__(self) -> EntryPoint:
         if running := self.trainer.state_verb:
-            raise ConfigurationError(f"{self.stage} inside {running}", fix="call it after the first one has returned")
+            raise ConfigurationError(f"{self.stage} inside {running}", fix="call it after the running one has returned")
         try:
             self._set_up()
         except BaseException:
@@ -269,7 +269,7 @@ class EntryPoint:
                 ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
             )
         trainer.restored_from = None if path is None else str(path)
-        if path is not None:  # which has counts of its own, or starts again
+        if path is not None:  # which has its own counts, or starts again
             trainer.progress.load_state_dict(Progress().state_dict())
         state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
@@ -318,9 +318,7 @@ class EntryPoint:
         try:
             loaders = trainer.load_train()
             if loaders is None:
-                raise DataError(
-                    "there is no training data", fix="pass train_dataloaders=, or define train_dataloader()"
-                )
+                raise DataError("fit needs training data", fix="pass train_dataloaders=, or define train_dataloader()")
             if trainer.switches["sync_batchnorm"]:
                 self.module = _sync_batchnorm(self.module, trainer.strategy)
             return compose_fit(trainer, self.module, self.datamodule, loaders, val_loaders, self.bus)
@@ -431,9 +429,7 @@ class EntryPoint:
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
-            raise DataError(
-                f"there is no data for {self.stage}", fix=f"pass dataloaders=, or define {name}_dataloader()"
-            )
+            raise DataError(f"{self.stage} needs data", fix=f"pass dataloaders=, or define {name}_dataloader()")
         run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
         setattr(trainer, f"num_{name}_batches", _counts(run))
         trainer.evaluation = run
@@ -503,7 +499,7 @@ def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
         raise RankError(
             "the ranks have different checkpoint callbacks",
             found="; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone)),
-            fix="give every rank the same ones: only rank 0 writes",
+            fix="pass the same callbacks on every rank: only rank 0 writes",
         )
 
 
@@ -550,7 +546,7 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
 def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
     if strategy.device.type == "cpu":
         raise ConfigurationError(
-            "torch's SyncBatchNorm does not run on the CPU", found="sync_batchnorm=True", fix="leave it out here"
+            "torch's SyncBatchNorm does not run on the CPU", found="sync_batchnorm=True", fix="leave it out on the CPU"
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 

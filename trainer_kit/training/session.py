@@ -270,7 +270,9 @@ class Session:
         """
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
             raise ConfigurationError(
-                f"{name} is a whole number of at least -1", found=f"fit_loop.{name} = {value!r}", fix="-1 is no limit"
+                f"{name} must be a whole number of at least -1",
+                found=f"fit_loop.{name} = {value!r}",
+                fix="pass -1 for no limit",
             )
         number = None if value == -1 else value
         changes: dict[str, Any] = {name: number, **({"endless": value == -1} if name == "max_epochs" else {})}
@@ -560,7 +562,9 @@ class Session:
             raise ConfigurationError("loggers cannot change while an entry point runs", found=self.state_verb)
         for one in (loggers := as_list(loggers, Logger)):
             if isinstance(one, type) or not isinstance(one, Logger):
-                raise ConfigurationError("this is no logger", found=repr(one), fix="set an object with log_metrics")
+                raise ConfigurationError(
+                    "this is not a logger", found=repr(one), fix="assign an object with log_metrics"
+                )
         self.files.replace_loggers([] if self.settings.fast else loggers)  # fast_dev_run writes nothing
 
     @property
@@ -581,7 +585,7 @@ class Session:
     def optimizers(self, optimizers: Iterable[Optimizer] | Optimizer) -> None:
         if self.run is None or self.state_verb != "fit":
             raise ConfigurationError(
-                "no fit is running, whose optimizers these would be",
+                "optimizers can be set only while fit runs",
                 found="trainer.optimizers = ...",
                 fix="return them from configure_optimizers, or set them in a hook of fit: `if trainer.training:`",
             )
@@ -680,7 +684,9 @@ class Session:
             weights_only: save only weights and hyperparameters.
         """
         if self.run is None:
-            raise ConfigurationError("there is nothing to save", fix="call save_checkpoint during or after fit()")
+            raise ConfigurationError(
+                "the Trainer has nothing to save yet", fix="call save_checkpoint during or after fit()"
+            )
         save_to(self.run, absolute(filepath), weights_only)
 
     # -- in a step -----------------------------------------------------------------------------------------------
@@ -690,7 +696,8 @@ class Session:
         stepper = None if self.run is None else self.run.stepper
         if not isinstance(stepper, ManualStepper):
             raise ConfigurationError(
-                "manual_backward in automatic optimization", fix="set self.automatic_optimization = False in __init__"
+                "manual_backward was called in automatic optimization",
+                fix="set self.automatic_optimization = False in __init__",
             )
         stepper.backward(loss, *args, **kwargs)
 
@@ -703,9 +710,9 @@ class Session:
         raw = OptimizerProxy.unwrapped(optimizer)
         if not isinstance(raw, Optimizer):
             raise ConfigurationError(
-                "clip_gradients takes an optimizer, whose gradients it clips",
+                "clip_gradients takes the optimizer whose gradients it clips",
                 found=f"a {type(raw).__name__}",
-                fix="self.clip_gradients(self.optimizers(), 1.0), or one of them",
+                fix="call self.clip_gradients(self.optimizers(), 1.0), or pass one of them",
             )
         self.precision_plugin.unscale_gradients(raw)
         self.strategy.clip_gradients(parameters_of(raw), value, algorithm)
@@ -779,7 +786,7 @@ class Session:
         """
         if empty_init and not self.strategy.values_on_rank_zero:
             raise ConfigurationError(
-                "init_module initialises weights that every rank keeps whole",
+                "init_module initialises only weights that every rank keeps whole",
                 found=f"empty_init=True, {self.strategy.describe()}",
                 fix="leave it out; build layers in configure_model to create them on their device",
             )

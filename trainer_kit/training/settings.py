@@ -148,7 +148,7 @@ def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) 
         raise ConfigurationError("deterministic is True, False or 'warn'", found=repr(deterministic))
     if not isinstance(compile, (bool, Mapping)):
         raise ConfigurationError(
-            "compile is True, False or arguments of torch.compile",
+            "compile must be True, False or arguments of torch.compile",
             found=repr(compile),
             fix='pass a dict, such as {"mode": "reduce-overhead"}',
         )
@@ -175,7 +175,7 @@ def _check_compile(options: Mapping[Any, Any]) -> None:
         raise ConfigurationError(
             "torch.compile rejects these arguments",
             found=f"compile={dict(options)!r}: {str(error).strip().splitlines()[0]}",
-            fix="see torch.compile; True is its own defaults",
+            fix="see torch.compile; compile=True uses its defaults",
         ) from error
 
 
@@ -185,14 +185,16 @@ def _in_unit(name: str, value: Any, unit: str) -> Any:
         return value
     length = Duration.parse(value)
     if length.unit != unit:
-        raise ConfigurationError(f"{name} counts in {unit!r}", found=str(length), fix=f'write "{length.value}{unit}"')
+        raise ConfigurationError(
+            f"{name} must be in the unit {unit!r}", found=str(length), fix=f'write "{length.value}{unit}"'
+        )
     return int(length.value)
 
 
 def _length(
     max_epochs: int | None, max_duration: DurationLike | None, bounded: bool
 ) -> tuple[int | None, Duration | None]:
-    """The limit in epochs, and the one in another unit; 1000 epochs if there is no limit at all."""
+    """The limit in epochs, and the one in another unit; 1000 epochs if neither limit is set."""
     duration = None if max_duration is None else Duration.parse(max_duration)
     if duration is not None and duration.unit == "dur":
         raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
@@ -217,7 +219,7 @@ def _at_least(name: str, value: Any, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         fix = _number_meant(name, value) if isinstance(value, str) else None
-        raise ConfigurationError(f"{name} is a whole number from {least}", found=repr(value), fix=fix)
+        raise ConfigurationError(f"{name} must be a whole number from {least}", found=repr(value), fix=fix)
 
 
 def _number_meant(name: str, value: str) -> str | None:
@@ -238,7 +240,9 @@ def _fraction(name: str, value: Any) -> int | float:
     part = isinstance(value, float) and 0.0 <= value <= 1.0
     if not (whole or part):
         raise ConfigurationError(
-            f"{name} is a number of batches or a fraction", found=repr(value), fix="an int from 0, or 0.0 to 1.0"
+            f"{name} must be a number of batches or a fraction",
+            found=repr(value),
+            fix="pass an int from 0, or a float from 0.0 to 1.0",
         )
     return value  # type: ignore[no-any-return]
 

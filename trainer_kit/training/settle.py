@@ -173,7 +173,7 @@ def check_trained(run: Fit, over: bool) -> None:
         raise ConfigurationError(
             "nothing was trained: no parameter received a gradient",
             found=f"{run.progress.step} steps, and no parameter of {names} has ever had a gradient",
-            fix="compute the loss from parameters that the optimizer has; an overridden backward or optimizer_step must"
+            fix="compute the loss from parameters of the optimizer; an overridden backward or optimizer_step must"
             " not drop gradients before the step",
         )
     if without and (over or (run.whole and not run.resumed)):
@@ -215,7 +215,7 @@ def _no_batch(run: Fit) -> DataError:
     return DataError(
         "the training loader returned no batch",
         found=run.windows.feed.describe(),
-        fix="give it data; drop_last=True drops the only batch of a dataset that is smaller than a batch",
+        fix="pass a loader with data; drop_last=True drops the only batch of a dataset that is smaller than a batch",
     )
 
 

@@ -32,7 +32,7 @@ def _holders(name: str, module: Any, loaders: Any, datamodule: Any) -> list[Any]
             f"no attribute holds the batch size {name}",
             found=f"looked at {', '.join(type(one).__name__ for one in places if one is not None)}, and hparams",
             fix=f"set self.{name} in __init__ of the module or datamodule and use it in train_dataloader, or pass"
-            " a DataLoader(dataset, batch_size=...); batch_arg_name= is another name",
+            " a DataLoader(dataset, batch_size=...); batch_arg_name= takes another name",
         )
     return found
 
@@ -73,7 +73,7 @@ class _Attempt:
             raise _TooLarge("the data have fewer samples")
         if feed.per_rank_batch_size not in (None, self.size):
             raise ConfigurationError(
-                f"{self.name} does not set the batch size of the training loader",
+                f"{self.name} does not determine the batch size of the training loader",
                 found=f"{self.name}={self.size}, and batches of {feed.per_rank_batch_size}",
                 fix=f"use self.{self.name} in train_dataloader, and leave global_batch_size= out",
             )
@@ -131,9 +131,9 @@ class SizeSearch:
     def __init__(self, mode: str, steps_per_trial: int, init_val: int, max_trials: int, name: str) -> None:
         if mode not in ("power", "binsearch") or min(steps_per_trial, init_val, max_trials) < 1:
             raise ConfigurationError(
-                "the batch size is doubled from init_val on",
+                "an argument of the batch size search is wrong",
                 found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
-                fix='mode="power" or "binsearch", and whole numbers from 1',
+                fix='use mode="power" or "binsearch", and whole numbers from 1',
             )
         self.mode, self.steps, self.first, self.trials, self.name = mode, steps_per_trial, init_val, max_trials, name
 
@@ -158,7 +158,7 @@ class SizeSearch:
         finally:
             set_batch_size(self.name, before, module, loaders, datamodule)
         if not good:
-            raise ConfigurationError("no batch size fits", found=why, fix="a smaller model, or a smaller init_val")
+            raise ConfigurationError("no batch size fits", found=why, fix="use a smaller model, or a smaller init_val")
         return good, why
 
     def _problem(self, size: int, trainer: Session, *data: Any) -> str:

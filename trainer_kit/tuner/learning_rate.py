@@ -81,7 +81,9 @@ class LearningRates:
         """
         known = ("steepest", "minimum", "halfway")
         if method not in known:
-            raise ConfigurationError("no such suggestion", found=f"method={method!r}", fix=did_you_mean(method, known))
+            raise ConfigurationError(
+                "unknown method of suggestion", found=f"method={method!r}", fix=did_you_mean(method, known)
+            )
         return self.suggestions(skip_begin, skip_end).get(method)
 
     def needed(self) -> float:
@@ -95,7 +97,8 @@ class LearningRates:
             raise ConfigurationError(
                 "the loss does not decrease at any learning rate",
                 found=f"{len(self.losses)} steps with rates from {min(self.results['lr'], default=0):g} on",
-                fix="a wider range from min_lr to max_lr, a larger num_training; update_attr=False gives the curve",
+                fix="use a wider range from min_lr to max_lr, or a larger num_training; update_attr=False"
+                " returns the curve",
             )
         return rate
 
@@ -163,7 +166,7 @@ class RangeTest:
             raise ConfigurationError(
                 "a range test grows the learning rate from min_lr to max_lr in at least 3 steps",
                 found=f"min_lr={min_lr}, max_lr={max_lr}, num_training={num_training}, mode={mode!r}",
-                fix='min_lr=1e-8, max_lr=1, num_training=100, mode="exponential" or "linear"',
+                fix='pass values such as min_lr=1e-8, max_lr=1, num_training=100, mode="exponential" or "linear"',
             )
         grow = np.geomspace if mode == "exponential" else np.linspace
         self.mode, self.threshold = mode, early_stop_threshold
@@ -210,12 +213,12 @@ class RangeTest:
         micro, weighting = run.micro, run.windows.weighting
         weights = {at: float(micro.weights[at - micro.first]) if weighting else 1.0 for _, _, at in micro.losses}
         total = sum(float(loss) * weights[at] for loss, _, at in micro.losses)
-        micro.losses.clear()  # a loss that is not finite ends the test, and is no error
+        micro.losses.clear()  # a loss that is not finite ends the test without an error
         rows = run.strategy.world.agree([total, sum(weights.values())])
         weight = sum(row[1] for row in rows)
         if not weight:
             raise ConfigurationError(
-                "the loss of a step is not known",
+                "the loss of a step is unknown",
                 found="training_step returned no loss, and did not call manual_backward",
                 fix="return the loss, or search without such batches",
             )
@@ -248,7 +251,7 @@ def attribute_of(module: Any, name: str = "") -> str:
         raise ConfigurationError(
             f"{type(module).__name__} has no attribute for the learning rate",
             found=f"neither the module nor its hparams has {name or ' or '.join(_ATTRIBUTES)}",
-            fix="set self.lr in __init__ and use it in configure_optimizers; or attr_name=, or update_attr=False",
+            fix="set self.lr in __init__ and use it in configure_optimizers; or pass attr_name= or update_attr=False",
         )
     return found
 

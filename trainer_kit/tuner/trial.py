@@ -33,7 +33,7 @@ def check_call(method: str, dataloaders: Any) -> None:
         raise ConfigurationError(
             "the tuner runs training steps only",
             found=f"method={method!r}, dataloaders={'None' if dataloaders is None else 'given'}",
-            fix='method="fit", with train_dataloaders= or datamodule=',
+            fix='use method="fit", with train_dataloaders= or datamodule=',
         )
 
 

@@ -78,7 +78,7 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
             f"{path}: {error.strerror}", fix="pass the path of DeepSpeed's JSON, or a dict"
         ) from error
     except ValueError as error:
-        raise ConfigurationError(f"{path} is no JSON", found=str(error)) from error
+        raise ConfigurationError(f"{path} is not JSON", found=str(error)) from error
     if not isinstance(found, dict):
         raise ConfigurationError(f"{path} holds no JSON object", found=type(found).__name__)
     return found
@@ -141,14 +141,16 @@ def with_arguments(
     """
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise ConfigurationError("zero_optimization is an object", found=repr(zero), fix='{"stage": 2}')
+        raise ConfigurationError("zero_optimization must be a JSON object", found=repr(zero), fix='write {"stage": 2}')
     written = zero.get("stage", "auto")
     if stage is not None and written not in ("auto", stage):
         raise _contradiction([("zero_optimization.stage", written, "DeepSpeedStrategy(stage=...)", stage)])
     zero["stage"] = chosen = (2 if stage is None else stage) if written == "auto" else written
     if type(chosen) is not int or not 0 <= chosen <= 3:
         raise ConfigurationError(
-            "the stage of ZeRO is 0, 1, 2 or 3", found=f"stage={chosen!r}", fix="stage=2 suits most"
+            "the stage of ZeRO must be 0, 1, 2 or 3",
+            found=f"stage={chosen!r}",
+            fix="use stage=2, which suits most models",
         )
     for wanted, key in ((offload_optimizer, "offload_optimizer"), (offload_parameters, "offload_param")):
         section = zero.get(key)
@@ -161,7 +163,7 @@ def with_arguments(
             raise _contradiction([(f"zero_optimization.{key}.device", device, "DeepSpeedStrategy", f"{key}=True")])
         if device == "nvme":
             raise StrategyError(
-                "checkpoints do not support states that are offloaded to NVMe",
+                "checkpoints do not support state that is offloaded to NVMe",
                 found=f'zero_optimization.{key}.device is "nvme"',
                 fix='use "cpu"',
             )
@@ -169,10 +171,10 @@ def with_arguments(
             raise StrategyError(
                 "only stage 3 has parameters to offload",
                 found=f"stage {chosen}",
-                fix="stage=3, or offload_optimizer=True",
+                fix="use stage=3, or offload_optimizer=True",
             )
         if device != "none" and chosen == 0:
-            raise StrategyError("stage 0 has nothing to offload", found=key, fix="stage=2")
+            raise StrategyError("stage 0 has nothing to offload", found=key, fix="use stage=2")
     return config
 
 
@@ -239,7 +241,7 @@ def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
         raise StrategyError(
             "DeepSpeed clips by norm only",
             found=f"gradient_clip_algorithm={facts.clip[1]!r}",
-            fix='gradient_clip_algorithm="norm"',
+            fix='use gradient_clip_algorithm="norm"',
         )
 
 
@@ -247,7 +249,7 @@ def _contradiction(found: list[tuple[str, Any, str, Any]]) -> StrategyError:
     return StrategyError(
         "DeepSpeed's JSON and the arguments of the run are inconsistent",
         found="; ".join(f"{key}: {theirs!r}, but {name}: {ours!r}" for key, theirs, name, ours in found),
-        fix=f'write "auto" in the JSON ({", ".join(key for key, *_ in found)}), or change the other',
+        fix=f'write "auto" in the JSON ({", ".join(key for key, *_ in found)}), or change the argument',
     )
 
 
@@ -323,7 +325,7 @@ class Sections:
             return torch.optim.SGD(parameters, **options)
         if options.pop("bias_correction", True) is not True:
             raise StrategyError(
-                "torch's Adam always corrects its bias", found="bias_correction: false", fix="take it out"
+                "torch's Adam always applies bias correction", found="bias_correction: false", fix="leave it out"
             )
         # As DeepSpeed reads them: Adam decays as AdamW does unless adam_w_mode is false; nothing decays by default.
         by_torch = options.pop("torch_adam", False)
@@ -366,7 +368,7 @@ def _read(
         raise StrategyError(
             f"DeepSpeed's JSON names {'an' if name == 'optimizer' else 'a'} {name} that is not supported",
             found=repr(kind),
-            fix=f"{', '.join(known)}; or take the section out, and make the {name} in the script",
+            fix=f"{', '.join(known)}; or remove the section, and create the {name} in the script",
         )
     kind = by_lower[kind.lower()]
     options = dict(section.get("params") or {})
@@ -385,7 +387,7 @@ def _replace_auto(name: str, section: tuple[str, dict[str, Any]], values: Mappin
     for key, value in options.items():
         if value == "auto" and values.get(key) is None:
             raise StrategyError(
-                f'there is no value for "auto" in DeepSpeed\'s {kind}',
+                f'"auto" has no value in DeepSpeed\'s {kind}',
                 found=f"{name}.params.{key}",
                 fix=f"write a number, or pass it to Dummy{_SECTIONS[name]}",
             )

@@ -61,7 +61,7 @@ def check_float16(device: torch.device) -> None:
     """Raise a PrecisionError where DeepSpeed has no float16."""
     if not deepspeed_of(device).accelerator.get_accelerator().is_fp16_supported():
         raise PrecisionError(
-            "DeepSpeed cannot run float16 on this device", found=device.type, fix='precision="bf16-mixed"'
+            "DeepSpeed cannot run float16 on this device", found=device.type, fix='use precision="bf16-mixed"'
         )
 
 
@@ -220,8 +220,8 @@ class OpenWindow:
         """
         if self._complete:
             raise StrategyError(
-                "a backward after gradients were clipped, and before they were stepped",
-                fix="clip_grad_norm_ at the end of the window: if accelerator.sync_gradients",
+                "backward was called between clipping and the optimizer step",
+                fix="call clip_grad_norm_ at the end of the window: if accelerator.sync_gradients",
             )
         if not self.begun:
             if self._left:

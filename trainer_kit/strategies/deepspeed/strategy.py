@@ -218,7 +218,7 @@ class DeepSpeedStrategy(Strategy):
         divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
         if divided and self.stage < 3:
             raise StrategyError(
-                "an earlier run partitioned the parameters of this module",
+                "an earlier run partitioned the parameters of this module with another stage",
                 found=f"stage 3, and now stage {self.stage}",
                 fix="build the module again, and load its checkpoint",
             )
@@ -233,13 +233,14 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError(
                 "DeepSpeed trains one model",
                 found=f"{type(self._step.module).__name__}, and now {type(module).__name__}",
-                fix="prepare_model(model, evaluation_mode=True) for one that is not trained; else another Accelerator",
+                fix="call prepare_model(model, evaluation_mode=True) for a model that is not trained, or use"
+                " another Accelerator",
             )
         if self.gradient_divisor != self.world.size:
             raise StrategyError(
                 "an Accelerator always averages gradients",
                 found='gradient_allreduce_op is "sum"',
-                fix="take it out of DeepSpeed's JSON",
+                fix="remove it from DeepSpeed's JSON",
             )
         self.prepare_module(module, False, precision)
         self._window = OpenWindow()
@@ -281,22 +282,25 @@ class DeepSpeedStrategy(Strategy):
     def _check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse a second optimizer, one of another model, one that has been stepped, and one with an empty group."""
         if self._optimizer is not None:
-            raise StrategyError("DeepSpeed steps one optimizer", fix="one optimizer, with a group for each part")
+            raise StrategyError(
+                "DeepSpeed steps one optimizer", fix="use one optimizer, with a parameter group for each part"
+            )
         own = set(self._step.parameters())
         if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
             raise StrategyError(
                 "none of this optimizer's parameters belong to the model that DeepSpeed trains",
                 found=type(optimizer).__name__,
-                fix="model, optimizer = accelerator.prepare(model, optimizer)",
+                fix="prepare both together: model, optimizer = accelerator.prepare(model, optimizer)",
             )
         if optimizer.state:
             raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
         empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
         if empty and any("initial_lr" in group for group in optimizer.param_groups):  # a scheduler has set it
             raise StrategyError(
-                "DeepSpeed drops parameter groups without parameters, and a scheduler has a learning rate for each",
+                "DeepSpeed drops parameter groups without parameters, but a scheduler has a learning rate for"
+                " each group",
                 found=f"group {empty[0]} of {len(optimizer.param_groups)} of {type(optimizer).__name__} has none",
-                fix='make the optimizer without it: [group for group in groups if group["params"]]',
+                fix='create the optimizer without this group: [group for group in groups if group["params"]]',
             )
 
     def _initialize(self, optimizer: Optimizer | None) -> None:
@@ -342,7 +346,7 @@ class DeepSpeedStrategy(Strategy):
         if self._optimizer is None or self._window is None:
             raise StrategyError(
                 "DeepSpeed's engine, which runs backward, is created when model and optimizer are prepared",
-                fix="model, optimizer = accelerator.prepare(model, optimizer)",
+                fix="prepare both together: model, optimizer = accelerator.prepare(model, optimizer)",
             )
         self._window.backward(self._engine, self._scaler.scale(loss), retain_graph)
 
@@ -387,9 +391,9 @@ class DeepSpeedStrategy(Strategy):
         """Set the norm to which the engine clips all gradients in its step."""
         if algorithm != "norm" or norm_type != 2:
             raise StrategyError(
-                "DeepSpeed clips by norm only, and by the 2-norm only",
+                "DeepSpeed clips by the 2-norm only",
                 found=f"{algorithm!r}, p={norm_type:g}",
-                fix='algorithm="norm", without norm_type',
+                fix='use algorithm="norm" without norm_type',
             )
         self._clip = value
         if self._window is None:
@@ -399,7 +403,7 @@ class DeepSpeedStrategy(Strategy):
             raise StrategyError(
                 "DeepSpeed clips all gradients together",
                 found=f"{len(missing)} of the parameters that the optimizer steps are left out",
-                fix="clip_grad_norm_(model.parameters(), ...)",
+                fix="call clip_grad_norm_(model.parameters(), ...)",
             )
         return self._window.norm(self._engine, self.world)
 
@@ -462,13 +466,13 @@ def _check_module(module: nn.Module, manual: bool) -> None:
     if manual:
         raise StrategyError(
             "DeepSpeed's engine runs the optimizer step, so manual optimization is not supported",
-            fix="automatic_optimization = True, or another strategy",
+            fix="set automatic_optimization = True, or use another strategy",
         )
     if isinstance(module, TrainModule) and is_overridden("optimizer_step", module, TrainModule):
         raise StrategyError(
             "DeepSpeed's engine runs the optimizer step",
             found=f"{type(module).__name__}.optimizer_step",
-            fix="remove it",
+            fix="remove this hook",
         )
 
 

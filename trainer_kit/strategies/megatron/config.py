@@ -88,9 +88,9 @@ def megatron_model(module: nn.Module) -> nn.Module:
     outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
     if len(found) != 1 or outside:
         raise StrategyError(
-            "Megatron trains one model of its own layers",
+            "Megatron trains a single model made of Megatron layers",
             found=f"{outside[0]} is outside it" if len(found) == 1 else f"{len(found)} in {type(module).__name__}",
-            fix="make it in configure_model: self.net = megatron.core.models.gpt.GPTModel(...)",
+            fix="create it in configure_model: self.net = megatron.core.models.gpt.GPTModel(...)",
         )
     return found[0]
 
@@ -111,8 +111,8 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
         if getattr(config, name) != wanted:
             raise StrategyError(
                 "the model was built for another strategy or precision",
-                found=f"{name}={getattr(config, name)!r}, where this run has {wanted!r}",
-                fix=f"TransformerConfig(..., {name}={wanted!r}) in configure_model",
+                found=f"{name}={getattr(config, name)!r}, but this run needs {wanted!r}",
+                fix=f"use TransformerConfig(..., {name}={wanted!r}) in configure_model",
             )
     for name, why in (
         ("num_moe_experts", "Megatron weights the losses that balance experts by tokens"),
@@ -123,8 +123,8 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
     if sizes["tensor_model_parallel_size"] > 1 and getattr(config, "gated_linear_unit", False):
         raise StrategyError(
             "gated layers cannot be gathered from tensor-parallel ranks yet",
-            found="gated_linear_unit=True: a rank has a part of the gate and one of the rest in one tensor",
-            fix="tensor_parallel=1, or MeshStrategy(tp=)",
+            found="gated_linear_unit=True: each rank holds a part of the gate and a part of the rest in one tensor",
+            fix="use tensor_parallel=1, or MeshStrategy(tp=)",
         )
 
 
@@ -145,16 +145,17 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
     """
     if len(optimizer.param_groups) != 1:
         raise StrategyError(
-            "Megatron steps one group of parameters",
+            "Megatron steps a single parameter group",
             found=f"{len(optimizer.param_groups)} groups",
-            fix="one lr and weight_decay for all, or MeshStrategy(tp=)",
+            fix="use one lr and weight_decay for all parameters, or MeshStrategy(tp=)",
         )
     group = optimizer.param_groups[0]
     options = {"lr": group["lr"], "weight_decay": group["weight_decay"]}
     beyond = [key for key in ("amsgrad", "maximize", "nesterov", "dampening") if group.get(key)]
     if type(optimizer) is torch.optim.SGD and distributed:
         raise StrategyError(
-            "Megatron's distributed optimizer has no SGD", fix="AdamW or Adam, or distributed_optimizer=False"
+            "Megatron's distributed optimizer does not support SGD",
+            fix="use AdamW or Adam, or distributed_optimizer=False",
         )
     if type(optimizer) is torch.optim.SGD and not beyond:
         return {**options, "optimizer": "sgd", "sgd_momentum": group["momentum"]}
@@ -166,5 +167,5 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
     raise StrategyError(
         "Megatron does not support this optimizer",
         found=f"{type(optimizer).__name__}{f' with {beyond[0]}' if beyond else ''}",
-        fix="torch.optim.AdamW, Adam, or SGD with plain momentum",
+        fix="use torch.optim.AdamW, Adam, or SGD with plain momentum",
     )

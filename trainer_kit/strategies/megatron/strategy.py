@@ -111,9 +111,9 @@ class MegatronStrategy(Strategy):
         """The numbers of data ranks and tensor ranks."""
         if processes % self.tensor_parallel:
             raise StrategyError(
-                f"{processes} processes are no multiple of {self.tensor_parallel}",
+                f"{processes} processes are not a multiple of {self.tensor_parallel}",
                 found=f"tensor_parallel={self.tensor_parallel}",
-                fix="launch a multiple of it",
+                fix="launch a multiple of tensor_parallel",
             )
         return {"data": processes // self.tensor_parallel, "tensor": self.tensor_parallel}
 
@@ -121,7 +121,9 @@ class MegatronStrategy(Strategy):
         """Join the process group, and make Megatron's groups of it."""
         if not torch.cuda.is_available():
             raise StrategyError(
-                "Megatron runs on CUDA only", found="no CUDA device", fix="MeshStrategy(tp=), which runs anywhere"
+                "Megatron runs on CUDA only",
+                found="no CUDA device",
+                fix="use MeshStrategy(tp=), which runs on any device",
             )
         self.world: ProcessGroup = join_world(self.device, None, self.timeout, alone=True)
         self.places(self.world.size)
@@ -142,7 +144,7 @@ class MegatronStrategy(Strategy):
 
         if manual:
             raise StrategyError(
-                "Megatron runs the optimizer step", fix="automatic_optimization = True, or another strategy"
+                "Megatron runs the optimizer step", fix="set automatic_optimization = True, or use another strategy"
             )
         self._schedule = get_forward_backward_func()
         # The loop weights losses, so Megatron sums gradients and divides nothing.
@@ -154,7 +156,8 @@ class MegatronStrategy(Strategy):
         """Wrap the model for a raw loop, whose losses are weighted for averaged gradients."""
         if self._chunk is not None and "forward" in _unwrapped(self._chunk).__dict__:
             raise StrategyError(
-                "Megatron trains one model", fix="prepare_model(other, evaluation_mode=True), or accelerator.clear()"
+                "Megatron trains one model",
+                fix="call prepare_model(other, evaluation_mode=True) for a second model, or accelerator.clear() first",
             )
         self._schedule = None
         self._prepare(module, precision, summed=False)
@@ -192,7 +195,8 @@ class MegatronStrategy(Strategy):
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
         if self._chunk is None:
             raise StrategyError(
-                "Megatron needs the model before its optimizer", fix="prepare the model with its optimizer, or before"
+                "Megatron needs the model before its optimizer",
+                fix="prepare the model together with its optimizer, or before it",
             )
         self._optimizer = _make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
         trained = [p for p in self._chunk.parameters() if p.requires_grad]
@@ -240,7 +244,9 @@ class MegatronStrategy(Strategy):
         def step(closure: Any = None) -> None:
             options = optimizer.param_groups[0]
             if self._schedule is None and closure is not None:
-                raise StrategyError("Megatron steps without a closure", fix="accelerator.backward(loss), then step()")
+                raise StrategyError(
+                    "Megatron steps without a closure", fix="call accelerator.backward(loss), then step()"
+                )
             if self._schedule is None and self.gradient_clipping > 0:
                 self.clip_gradients(options["params"], self.gradient_clipping, "norm")
             for group in self._optimizer.param_groups:
@@ -257,7 +263,7 @@ class MegatronStrategy(Strategy):
         """Run all micro-batches through Megatron's schedule, which calls backward and sums gradients at the end."""
         if micro.has_backward_hooks:
             raise StrategyError(
-                "on_before_backward and on_after_backward are not called: Megatron runs backward",
+                "Megatron runs backward, so on_before_backward and on_after_backward would not be called",
                 fix="use on_before_optimizer_step",
             )
         if self._optimizer is None:
@@ -272,7 +278,7 @@ class MegatronStrategy(Strategy):
             if loss is None:
                 raise StrategyError(
                     "training_step returned no loss, and Megatron's schedule needs one",
-                    fix="return one; a loss multiplied by zero has no effect",
+                    fix="return a loss; one that is multiplied by zero has no effect",
                 )
             if not index:
                 micro.start_gradients()

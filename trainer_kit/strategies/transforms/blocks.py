@@ -124,7 +124,8 @@ def outer_modules(module: nn.Module) -> list[nn.Module]:
             other = owners.setdefault(id(parameter), root)
             if other is not root:
                 raise StrategyError(
-                    "in manual optimization two parts of the module share a parameter, and both are sharded separately",
+                    "two separately sharded parts of the module share a parameter, which manual optimization"
+                    " does not support",
                     found=f"{type(other).__name__} and {type(root).__name__}",
                     fix="use automatic optimization, or DDPStrategy",
                 )
@@ -218,9 +219,9 @@ class Compile(Transform):
         parts = units(module, self.policy).values()
         if not parts:
             raise StrategyError(
-                "there are no blocks to compile separately",
+                "the module has no blocks to compile separately",
                 found=f"no list or sequence in {type(module).__name__} repeats a class that has parameters",
-                fix="compile the whole: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
+                fix="compile the whole module: compile=True, or TorchDynamoPlugin(use_regional_compilation=False)",
             )
         for part in parts:
             if part._compiled_call_impl is None:

@@ -79,7 +79,7 @@ class ContextParallel(Transform):
             raise StrategyError(
                 f"{type(module).__name__} does not declare the sequence dimension of its batches",
                 found="no ParallelPlan(context=...)",
-                fix="def configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
+                fix="define configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
                 "MeshStrategy(cp=..., plan=...)",
             )
         return cls(plan.context, isinstance(module, TrainModule) and is_overridden("loss_weight", module, TrainModule))
@@ -169,7 +169,9 @@ class ContextParallel(Transform):
         if checked and (watch.missed or not self._seen):
             raise StrategyError(
                 "context parallelism cannot intercept the attention of this model",
-                found="scaled_dot_product_attention under a name of its own" if watch.missed else "no call of it",
+                found="scaled_dot_product_attention under another name"
+                if watch.missed
+                else "no call of scaled_dot_product_attention",
                 fix="call torch.nn.functional.scaled_dot_product_attention by that name (Hugging Face: "
                 'attn_implementation="sdpa"), or use cp=1',
             )
@@ -290,9 +292,9 @@ def dividing(
     """
     if len(buffers) != len(dims):
         raise StrategyError(
-            "each buffer of a context needs its dimension of the sequence",
+            "each buffer of a context needs a sequence dimension",
             found=f"{len(buffers)} buffers, {len(dims)} dimensions",
-            fix="buffers=[x, y], buffer_seq_dims=[1, 1]",
+            fix="pass one dimension for each buffer: buffers=[x, y], buffer_seq_dims=[1, 1]",
         )
     context = ContextParallel(ContextPlan())
     context.apply(nn.Module(), mesh)

@@ -63,7 +63,7 @@ def check_schedule(name: str) -> str:
         StrategyError: the schedule is unknown.
     """
     if name not in SCHEDULES:
-        raise StrategyError(f"no pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES)))
+        raise StrategyError(f"unknown pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES)))
     return SCHEDULES[name]
 
 
@@ -146,16 +146,16 @@ class Pipeline:
         outside = [key for key, parameter in module.named_parameters() if id(parameter) not in inside]
         if outside:
             raise StrategyError(
-                f"{outside[0]} is not in what becomes the stages of the pipeline",
+                f"{outside[0]} lies outside the submodule that becomes the pipeline stages",
                 found=f"{len(outside)} parameters of {type(module).__name__} outside {name!r}",
                 fix=f"move them into {name!r}, so that they belong to its first or last stage",
             )
         layout = lay_out(model, plan, self.count)
         if self.splits_backward and layout.repeated:
             raise StrategyError(
-                f"{self.schedule} computes each weight's gradient apart, once in a stage",
+                f"{self.schedule} computes each weight's gradient separately, once per stage",
                 found=f"{' and '.join(layout.repeated[0])} are one parameter, on one stage",
-                fix='use pp_schedule="Interleaved1F1B", or give each a parameter of its own',
+                fix='use pp_schedule="Interleaved1F1B", or use separate parameters',
             )
         prefix = f"{name}." if name else ""
         shared = [[(prefix + key, stage) for key, stage in places] for places in layout.shared]
@@ -192,7 +192,7 @@ class Pipeline:
         if has_stages(module):
             raise StrategyError(
                 f"this {type(module).__name__} was split by another pipeline",
-                fix="make a new module and load a checkpoint, or use the Trainer that split it",
+                fix="create a new module and load a checkpoint, or use the Trainer that split this one",
             )
         self._module = weakref.ref(module)
         return False
@@ -320,8 +320,8 @@ class Pipeline:
         if micro.has_backward_hooks:
             raise StrategyError(
                 "on_before_backward and on_after_backward are not supported in a pipeline",
-                found="one of these hooks; the loss is on one rank only, and backward runs on each for its own stages",
-                fix="use on_before_optimizer_step, which comes when all gradients are complete",
+                found="one of these hooks; only one rank has the loss, and each rank runs backward for its own stages",
+                fix="use on_before_optimizer_step, which runs when all gradients are complete",
             )
         batches: list[Any] = []
         absent: set[int] = set()
@@ -453,7 +453,7 @@ class Pipeline:
         if not found:
             raise StrategyError(
                 "training_step did not call the pipelined model",
-                fix="call it once in every step; a step that is skipped is not supported in a pipeline",
+                fix="call it once in every step; a pipeline cannot skip a step",
             )
         return found[0]
 
@@ -464,7 +464,7 @@ class Pipeline:
             if not outputs:
                 raise StrategyError(
                     "training_step calls the pipelined model twice",
-                    fix="call it once, on one batch made of both (torch.cat), or train without a pipeline",
+                    fix="call it once, on both inputs concatenated (torch.cat), or train without a pipeline",
                 )
             return outputs.pop()
 
@@ -472,7 +472,7 @@ class Pipeline:
             loss = micro.forward(index)
         if not isinstance(loss, Tensor):
             raise StrategyError(
-                "training_step returned no loss, and the other pipeline stages need its gradient",
+                "training_step returned no loss, but the other pipeline stages need its gradient",
                 found=type(loss).__name__,
                 fix="return a loss for every batch; one that is multiplied by zero adds nothing",
             )
@@ -557,9 +557,10 @@ def _untouched(batch: Any) -> Iterator[None]:
     for tensor, version in before:
         if tensor._version != version:
             raise StrategyError(
-                "training_step writes into its batch before the pipelined model, and that part runs twice",
+                "training_step changes its batch in place before the pipelined model, in code that runs twice",
                 found=f"a tensor of shape {tuple(tensor.shape)} was changed in place",
-                fix="make a new one (y = y * 10), or do it after the model's call or in on_after_batch_transfer",
+                fix="create a new tensor (y = y * 10), or change it after the model's call or in"
+                " on_after_batch_transfer",
             )
 
 

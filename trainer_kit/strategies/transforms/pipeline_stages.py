@@ -67,7 +67,8 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
     raise StrategyError(
         "the submodule that becomes the pipeline stages is ambiguous",
         found=f"{type(module).__name__} has parameters in {', '.join(name for name, _ in found) or 'itself'}",
-        fix="put all layers into one submodule, or say which in configure_parallel: ParallelPlan(pipeline=PipelinePlan("
+        fix="put all layers into one submodule, or name the submodule in configure_parallel:"
+        " ParallelPlan(pipeline=PipelinePlan("
         'model="net")), where "" is the module itself',
     )
 
@@ -116,7 +117,7 @@ def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, 
             raise StrategyError(
                 f"{type(model).__name__} cannot be split into {stages} stages",
                 found="no ModuleList or Sequential with as many blocks",
-                fix="use fewer stages (pp=), or keep the blocks in one nn.ModuleList",
+                fix="use fewer stages (pp=), or keep all blocks in one nn.ModuleList",
             )
         # The largest container; of equally large ones the outermost, which comes first.
         return max(holders, key=lambda entry: _size(entry[1]))[0], None
@@ -259,7 +260,7 @@ class StandIn(nn.Module):
         if self.arrived is None:
             raise StrategyError(
                 f"{self.name} is called more than once in a forward",
-                fix="a pipeline takes a model whose blocks run one after the other, each of them once",
+                fix="use a model whose blocks run one after the other, each of them once",
             )
         arrived, self.arrived = iter(self.arrived), None
         return tree_unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
@@ -424,7 +425,7 @@ class Stage(nn.Module):
             raise StrategyError(
                 f"stage {self.index} of the pipeline did not reach its end",
                 found="the forward ended before its last block",
-                fix="a pipeline takes a model whose blocks run one after the other, each of them once",
+                fix="use a model whose blocks run one after the other, each of them once",
             )
         _check(left, f"the output of stage {self.index}")
         return tuple(leaf for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
@@ -541,9 +542,9 @@ class Ties:
         mine = [[_layout(copy) for copy in copies] for copies in self._copies]
         for places, layouts in self._compared(mine):
             raise StrategyError(
-                "stages that share a parameter divide it in different ways",
+                "stages that share a parameter split it differently",
                 found=f"{' and '.join(name for name, _ in places)}: {', '.join(layouts)}",
-                fix="'embedding_rowwise' and 'colwise_rep' split an embedding and a head alike",
+                fix="use 'embedding_rowwise' and 'colwise_rep', which split an embedding and a head in the same way",
             )
 
     def check_groups(self, optimizer: Optimizer) -> None:
@@ -562,9 +563,10 @@ class Ties:
         mine = [[options.get(id(copy), "not trained") for copy in copies] for copies in self._copies]
         for places, found in self._compared(mine):
             raise StrategyError(
-                f"{' and '.join(name for name, _ in places)} are one parameter, and would be trained in two ways",
+                f"{' and '.join(name for name, _ in places)} are one parameter, but would be trained with"
+                " different options",
                 found="; ".join(found),
-                fix="put both names into groups with the same options: each stage knows it by one of them",
+                fix="put both names into groups with the same options: each stage has the parameter under one name",
             )
 
     def _compared(self, mine: list[list[str]]) -> list[tuple[Sequence[tuple[str, int]], list[str]]]:

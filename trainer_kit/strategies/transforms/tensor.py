@@ -74,13 +74,13 @@ class TensorParallel(Transform):
             mesh: the tensor axis.
 
         Raises:
-            StrategyError: there is no plan, it has an unknown name or word, or the axis does not divide a size.
+            StrategyError: the plan is missing, it has an unknown name or word, or the axis does not divide a size.
         """
         if (before := module.__dict__.get("_split_over", mesh.size())) != mesh.size():
             raise StrategyError(
                 "the module is already split over a different number of ranks",
                 found=f"tp={before} before, tp={mesh.size()} now",
-                fix="make a new module, and load a checkpoint into it",
+                fix="create a new module, and load a checkpoint into it",
             )
         if "_split_over" not in module.__dict__:  # otherwise an earlier fit has split it
             self._split(module, mesh)
@@ -130,7 +130,7 @@ class TensorParallel(Transform):
                 raise StrategyError(
                     f"{type(module).__name__} has no plan for tensor parallelism",
                     found="no configure_parallel, and no submodule with a plan",
-                    fix="def configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
+                    fix="define configure_parallel(self, mesh): return ParallelPlan(tensor={'net.0': 'colwise', ...}), "
                     "or MeshStrategy(tp=..., plan=ParallelPlan(tensor='llama' | 'gpt' | 'mlp'))",
                 )
         plan: Mapping[str, Any] = preset(module, self.plan) if isinstance(given, str) else given
@@ -191,7 +191,7 @@ def _tie(module: nn.Module, places: list[tuple[str, str]]) -> None:
             raise StrategyError(
                 "layers that share a parameter split it differently",
                 found=f"{places[0][0]}: {first.placements}, {places[1][0]}: {other.placements}",
-                fix="'embedding_rowwise' and 'colwise_rep' split an embedding and a head alike",
+                fix="use 'embedding_rowwise' and 'colwise_rep', which split an embedding and a head in the same way",
             )
         layer._parameters[key] = first
 
@@ -210,7 +210,7 @@ def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) ->
             raise StrategyError(
                 "only linear layers and embeddings can be split by columns or rows",
                 found=f"{name} is a {type(layer).__name__}",
-                fix=f"leave it out of the plan, or make it an nn.Linear: 'replicate' keeps {name} whole",
+                fix=f"leave it out of the plan, or replace it by an nn.Linear; 'replicate' keeps {name} whole",
             )
         _divides(f"{name}.{what}", getattr(layer, what), size, "pad it to a multiple")
     for name, part in module.named_modules():
@@ -237,7 +237,7 @@ def _check_sequence(size: int, layer: nn.Module, given: tuple[Any, ...]) -> None
         raise StrategyError(
             "sequence parallelism needs sequence lengths that are divisible by tp",
             found=f"length {given[0].shape[1]}, tp={size}",
-            fix=f"pad sequences to a multiple of {size}, or sequence_parallel=False",
+            fix=f"pad sequences to a multiple of {size}, or use sequence_parallel=False",
         )
 
 
@@ -395,7 +395,7 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
         raise StrategyError("unknown preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers))
     if plan.tensor != "llama" and (plan.sequence_parallel or plan.loss_parallel):
         raise StrategyError(
-            f"the preset {plan.tensor!r} supports neither sequence nor loss parallelism",
+            f"the preset {plan.tensor!r} does not support sequence or loss parallelism",
             found=f"sequence_parallel={plan.sequence_parallel}, loss_parallel={plan.loss_parallel}",
             fix="name the style of each layer in ParallelPlan(tensor={...})",
         )
