@@ -72,7 +72,7 @@ FOREIGN_MEMBERS = {
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
         _clear_DTensor_sharding_propagator_cache
         _metadata _num_yielded _orig_mod _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param
-        all_gather_single_autograd base_lrs chunks clone device_mesh full_tensor hip in_order is_initialized
+        all_gather_single_autograd base_lrs chunks device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
         reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait worker_method""",
     "data loaders, samplers and schedulers of users, of any class": """batch_sampler batch_size collate_fn dataset
@@ -80,7 +80,7 @@ FOREIGN_MEMBERS = {
     "values of users: tensors, arrays, batches, metrics": """_forward_cache compute compute_groups dtype item pin_memory
         shape size to update_count""",
     "modules of users: an nn.Module without TrainModule": """automatic_optimization backbone configure_model
-        configure_parallel example_input_array hparams left net""",
+        configure_parallel example_input_array hparams""",
     "objects of users: optimizers, registered states, callbacks that keep checkpoints, requests": """best_model_path
         dirpath eval load_state_dict next_try state_dict step train""",
     "loggers and trackers of users, which need only log_metrics": """add_images add_text experiment finalize log_dir

@@ -16,8 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer_kit as tk
 from trainer_kit.planning.candidates import axes_of, strategy_for
-from trainer_kit.planning.measure import measure
-from trainer_kit.planning.traffic import TrafficCounter
+from trainer_kit.planning.measure import TrafficCounter, measure
 from trainer_kit.testing import run_distributed
 
 

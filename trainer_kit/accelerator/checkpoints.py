@@ -33,6 +33,7 @@ from trainer_kit.core.collective_errors import fail_together, on_every_rank, on_
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import absolute
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.data.sources import has_state
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
 from trainer_kit.state.optimizer_states import (
@@ -97,11 +98,7 @@ class Checkpoints:
         Raises:
             ConfigurationError: an object lacks these methods.
         """
-        refused = [
-            type(one).__name__
-            for one in objects
-            if not (callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None)))
-        ]
+        refused = [type(one).__name__ for one in objects if not has_state(one)]
         if refused:
             raise ConfigurationError(
                 "a registered object needs state_dict() and load_state_dict()",

@@ -16,7 +16,7 @@ from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.tensors import move_to_device, sequence_like
 from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.data.order import SampleBlocks
 
@@ -745,7 +745,7 @@ def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], colu
         if len(set(lengths)) > 1 or (lengths == list(sizes) and not columns):
             raise TypeError("a list of samples, or of fields")
         made = [_taken(column, sizes, rows, columns) for column in zip(*parts, strict=True)]
-        return type(one)(*made) if hasattr(one, "_fields") else type(one)(made)
+        return sequence_like(one, made)
     scalar = isinstance(one, Tensor) and not one.ndim
     if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):
         return one  # not a value per sample

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
     from trainer_kit.callbacks.health_check import HealthCheck
     from trainer_kit.callbacks.lambda_callback import FunctionCallback, LambdaCallback
-    from trainer_kit.callbacks.learning_rate_monitor import LearningRateMonitor
     from trainer_kit.callbacks.leaving import OnExceptionCheckpoint, Preemption
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
-    from trainer_kit.callbacks.monitors import DeviceStatsMonitor, ThroughputMonitor
+    from trainer_kit.callbacks.monitors import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
     from trainer_kit.callbacks.nan_guard import NaNGuard
     from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from trainer_kit.callbacks.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
@@ -89,7 +88,7 @@ _HOME = {
     "LambdaCallback": "lambda_callback",
     "LayerWiseUnfreezing": "finetuning",
     "LearningRateFinder": "tuning",
-    "LearningRateMonitor": "learning_rate_monitor",
+    "LearningRateMonitor": "monitors",
     "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",
     "ModelSummary": "model_summary",

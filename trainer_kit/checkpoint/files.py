@@ -231,13 +231,12 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     return {name: kept for name, kept in found.items() if kept != name and name != _FORMAT_KEY}
 
 
-def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dict[str, Any]:
+def write_file(path: Location, buffers: Iterable[Any]) -> dict[str, Any]:
     """Write and fsync a new file; returns its manifest entry: ``{"size": bytes, "xxh3_64": hex}``.
 
     Args:
         path: the file.
         buffers: its content.
-        mode: permissions of a local file, before the umask.
 
     Raises:
         OSError: the file exists or cannot be written.
@@ -257,7 +256,7 @@ def write_file(path: Location, buffers: Iterable[Any], mode: int = 0o666) -> dic
     if isinstance(path, RemotePath):
         path.write_chunks(chunks(_CHUNK))
     else:
-        with open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+        with open(path, "xb") as file:
             for chunk in chunks(_PIECE):
                 file.write(chunk)
             file.flush()

@@ -451,7 +451,6 @@ def read_divided(
     parts: Iterable[str] | None = None,
     elsewhere: Mapping[str, Collection[str]] | None = None,
     group: ProcessGroup | None = None,
-    verify: bool = True,
 ) -> dict[str, Any]:
     """Return the state of a checkpoint by part, with tensors divided among ranks as the tensors in ``like`` are.
 
@@ -466,7 +465,6 @@ def read_divided(
         elsewhere: by part, keys that only other ranks need: below them a tensor is returned on the meta device, and any
             other value as None.
         group: as for `read_sharded`.
-        verify: as for `read_sharded`.
 
     Raises:
         CheckpointError: on every rank, for a missing, damaged or foreign file.
@@ -486,7 +484,7 @@ def read_divided(
     with ExitStack() as stack:
         source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, parts))))
         state = ranks.each(lambda: {p: source.template(p, divided, absent.get(p, ())) for p in source.parts})
-        _fill_together(path, source, state, ranks, verify)
+        _fill_together(path, source, state, ranks, verify=True)
         return state
 
 

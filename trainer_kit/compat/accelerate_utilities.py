@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer_kit.checkpoint.files import in_bytes
 from trainer_kit.core.devices import present_accelerator
-from trainer_kit.core.environment import Environment
+from trainer_kit.core.environment import Environment, preserved_variables
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import each_tensor, is_tensor, map_movable, move_to_device, to_float32
 from trainer_kit.launch.options import several_on
@@ -563,19 +563,9 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 @contextmanager
-def _restored() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
-@contextmanager
 def clear_environment() -> Iterator[None]:
     """Context without environment variables."""
-    with _restored():
+    with preserved_variables():
         os.environ.clear()
         yield
 

@@ -94,7 +94,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     ),
     "callbacks.lambda_function": _at("callbacks.lambda_callback", "LambdaCallback"),
     "callbacks.lr_finder": _at("callbacks.tuning", "LearningRateFinder"),
-    "callbacks.lr_monitor": _at("callbacks.learning_rate_monitor", "LearningRateMonitor"),
+    "callbacks.lr_monitor": _at("callbacks.monitors", "LearningRateMonitor"),
     "callbacks.on_exception_checkpoint": _at("callbacks.leaving", "OnExceptionCheckpoint"),
     "callbacks.progress": {
         **_at("callbacks.progress_bar", "ProgressBar", "TQDMProgressBar"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -22,6 +23,7 @@ __all__ = [
     "first_host",
     "list_devices",
     "pick_device",
+    "preserved_variables",
     "usable_cores",
 ]
 
@@ -261,6 +263,17 @@ def first_host(hosts: str) -> str:
     if not name:
         raise LaunchError("no host can be read from SLURM's list", found=repr(hosts))
     return name
+
+
+@contextmanager
+def preserved_variables() -> Iterator[None]:
+    """A context after which the environment variables are as before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def usable_cores() -> int:

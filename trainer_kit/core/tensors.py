@@ -20,6 +20,7 @@ __all__ = [
     "local",
     "map_movable",
     "move_to_device",
+    "sequence_like",
     "state_name",
     "tensors_of",
     "to_float32",
@@ -69,6 +70,11 @@ def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = 
     return map_movable(batch, move)
 
 
+def sequence_like(given: Any, parts: Iterable[Any]) -> Any:
+    """Make a list or tuple of the class of ``given``, also of a named tuple."""
+    return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
+
+
 def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
     """Apply ``leaf`` to every object with a ``to`` method; a container without changes is returned itself."""
     if isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None))):
@@ -90,7 +96,7 @@ def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
         if all(new is old for new, old in zip(parts, node, strict=True)):
             return node
         if isinstance(node, tuple):
-            return type(node)(*parts) if hasattr(node, "_fields") else type(node)(parts)
+            return sequence_like(node, parts)
         if type(node) is list:
             return parts
         sequence: Any = copy.copy(node)
@@ -159,7 +165,7 @@ def each_tensor(
         return act(data)
     if isinstance(data, (list, tuple)):
         parts = [each_tensor(part, act, strict=strict, test=test) for part in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)
+        return sequence_like(data, parts)
     if isinstance(data, Mapping):
         parts_of = {key: each_tensor(part, act, strict=strict, test=test) for key, part in data.items()}
         return type(data)(parts_of)  # type: ignore[call-arg]

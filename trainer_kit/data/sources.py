@@ -40,7 +40,7 @@ from trainer_kit.data.place import (
 )
 from trainer_kit.data.sizes import BatchSizes
 
-__all__ = ["IndexedSource", "ListSource", "StreamSource"]
+__all__ = ["IndexedSource", "ListSource", "StreamSource", "has_state"]
 
 
 @final
@@ -310,7 +310,7 @@ class StreamSource(Source):
             if own and one_for_one(loader):  # batches of torch's own collate_fn show their size
                 self._counts = True
                 self.loader.collate_fn = _Counting(loader.collate_fn)
-            if not place.ordered and _has_state(loader.dataset):
+            if not place.ordered and has_state(loader.dataset):
                 self.loader = _reading_states(self.loader)
         else:
             refuse_batch_size(loader, place)
@@ -323,7 +323,7 @@ class StreamSource(Source):
         # An iterator can be read once; any other iterable makes a new iterator for each pass.
         self.once = isinstance(loader, Iterator)
         self.begun = False
-        self.stateful = not place.ordered and _has_state(self.loader)
+        self.stateful = not place.ordered and has_state(self.loader)
         number = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
         self.workers = [number] if self.stateful else []
         # Workers that end with the epoch lose the batches that they have prefetched.
@@ -488,7 +488,7 @@ class _Counting:
         return self.collate(samples), len(samples)
 
 
-def _has_state(owner: Any) -> bool:
+def has_state(owner: Any) -> bool:
     """Whether an object has torchdata's state protocol."""
     return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
 

@@ -15,6 +15,7 @@ __all__ = ["answering_file", "boot_id", "end_process", "is_stopped", "read_stack
 
 _SIGNAL: Final[int | None] = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") and sys.platform == "linux" else None
 _FILE: dict[str, Any] = {}
+_WAIT: Final = 0.5  # seconds in which a process writes its stacks
 
 
 def answering_file() -> str:
@@ -36,14 +37,14 @@ def write_stacks(path: Path) -> None:
         faulthandler.dump_traceback(file, all_threads=True)
 
 
-def read_stacks(pid: int, stacks: str, wait: float = 0.5) -> str:
+def read_stacks(pid: int, stacks: str) -> str:
     """Return the stacks of another process of this machine and user; "" if it is stopped or has ended."""
     if not stacks or _SIGNAL is None or is_stopped(pid) or not _catches(pid):
         return ""
     try:
         before = os.stat(stacks).st_size
         os.kill(pid, _SIGNAL)
-        end, size = time.monotonic() + wait, before
+        end, size = time.monotonic() + _WAIT, before
         while time.monotonic() < end:
             time.sleep(0.05)
             now = os.stat(stacks).st_size

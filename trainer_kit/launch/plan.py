@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 from trainer_kit.core.configuration_sources import ORIGINS
-from trainer_kit.core.environment import Environment, available_devices
+from trainer_kit.core.environment import Environment, available_devices, preserved_variables
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.launch.configuration import Resolved
 from trainer_kit.launch.machines import Machines
@@ -76,13 +76,9 @@ def plan(options: Resolved, here: Environment) -> Plan:
 @contextmanager
 def _visible(options: Resolved) -> Iterator[None]:
     """Count devices as the script will see them: with the variables that it receives."""
-    before = dict(os.environ)
-    os.environ.update(_variables(options))
-    try:
+    with preserved_variables():
+        os.environ.update(_variables(options))
         yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _on_devices(options: Resolved, here: Environment) -> Plan:

@@ -180,18 +180,15 @@ def _counts(environ: Mapping[str, str], name: str) -> bool:
     return value.isdigit() and int(value) > 0
 
 
-def requeue(environ: Mapping[str, str] = os.environ) -> str:
+def requeue() -> str:
     """Ask SLURM to requeue this job. Returns the result as a message; "" outside of a job.
 
     SLURM refuses jobs that may not run again (``--no-requeue``, interactive jobs).
-
-    Args:
-        environ: the variables of the job.
     """
-    job = environ.get("SLURM_JOB_ID")
+    job = os.environ.get("SLURM_JOB_ID")
     if not job:
         return ""
-    array, task = environ.get("SLURM_ARRAY_JOB_ID"), environ.get("SLURM_ARRAY_TASK_ID")
+    array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
     name = f"{array}_{task}" if array and task else job
     try:
         subprocess.run(
@@ -200,7 +197,6 @@ def requeue(environ: Mapping[str, str] = os.environ) -> str:
             capture_output=True,
             text=True,
             timeout=_REQUEUE_TIME,
-            env=environ,
         )
     except FileNotFoundError:
         return f"job {name} is not requeued: this machine has no scontrol"

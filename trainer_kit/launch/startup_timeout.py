@@ -153,9 +153,6 @@ def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
         store: shared by all ranks; the thread uses a clone, as the caller's thread is blocked in this one.
         here: this rank.
     """
-    if not hasattr(store, "clone"):  # older torch
-        yield
-        return
     over = threading.Event()
     thread = threading.Thread(target=_name_gone, args=(store.clone(), here, over, patience()), daemon=True)
     thread.start()

@@ -4,29 +4,34 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._tools.fake_collectives import CollectiveOp, collective_ops, sync_ops
 from torch.optim import Optimizer
 
 from trainer_kit.build import choose_precision
+from trainer_kit.core.costs import optimizer_bytes, part_bytes
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import TrainerKitError
+from trainer_kit.core.module import build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import tensors_of
-from trainer_kit.planning.calculate import calculated
-from trainer_kit.planning.candidates import axes_of, strategy_for
+from trainer_kit.planning.candidates import axes_of, model_parallel, strategy_for
 from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mail, fake_mode, fake_module, fake_world, unpacked
 from trainer_kit.planning.memory_tracker import StepTracker
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
 from trainer_kit.planning.replicas import FakeReplicas
-from trainer_kit.planning.traffic import TrafficCounter
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
+from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.strategy import Strategy
@@ -34,7 +39,7 @@ from trainer_kit.training.compose import build_module, check_module, compose_fit
 from trainer_kit.training.session import Session
 from trainer_kit.training.settings import Settings, make_settings
 
-__all__ = ["AUTOCAST_COPIES", "measure"]
+__all__ = ["AUTOCAST_COPIES", "TrafficCounter", "measure"]
 
 _WARM_UP: Final = 1
 """Steps before the measured one: the first makes the optimizer's state."""
@@ -98,7 +103,7 @@ def measure(
     precision = choose_precision(candidate.precision, None, strategy)
     with preserved_rng(strategy.device):
         if strategy.engine not in _RUN:
-            return calculated(module, candidate, strategy, precision, f"{strategy.name} cannot run without data")
+            return _calculated(module, candidate, strategy, precision, f"{strategy.name} cannot run without data")
         try:
             return _Trial(module, batch, candidate, trainer, accelerator, size).run()
         except TrainerKitError:
@@ -106,7 +111,7 @@ def measure(
         except Exception as error:  # of any class: user code, and parts of torch that need data
             text, place = str(error).partition("\n")[0], _line_of(error)
             reason = f"the step cannot run without data ({type(error).__name__}{place}: {text})"
-            return calculated(module, candidate, strategy_for(candidate), precision, reason)
+            return _calculated(module, candidate, strategy_for(candidate), precision, reason)
 
 
 def _line_of(error: Exception) -> str:
@@ -299,3 +304,127 @@ def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
     if candidate.offload:
         notes.append("copies between host and device memory, of one unit at a time, are not in it")
     return tuple(notes)
+
+
+_KINDS: Final = {
+    "all_gather": ("allgather", "all_gather"),
+    "reduce_scatter": ("reduce_scatter",),
+    "all_reduce": ("allreduce", "all_reduce"),
+    "all_to_all": ("alltoall", "all_to_all"),
+    "broadcast": ("broadcast",),
+    "send": ("send",),
+    "receive": ("recv",),
+}
+"""For each kind, what the names of torch's operators contain."""
+_UNCOUNTED: Final = "receive"
+"""Its bytes are those that another rank sends."""
+
+
+@final
+class TrafficCounter:
+    """Counts the collectives of a step, by kind and mesh axis, with torch's list of collectives, which is private.
+
+    The bytes of a collective are those of the whole tensor: what an all-gather returns, a reduce-scatter or an
+    all-reduce takes, a send sends (the convention of nccl-tests).
+
+    Args:
+        axes: the name of the axis by the ranks of its group; other groups are named ``"world"``.
+    """
+
+    def __init__(self, axes: Mapping[tuple[int, ...], str]) -> None:
+        self.axes = axes
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._bytes: Counter[tuple[str, str]] = Counter()
+
+    def see(self, func: Any, args: Any, out: Any) -> None:
+        """Count an operator, if it is a collective."""
+        if func not in collective_ops or func in sync_ops:
+            return
+        ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
+        if len(ranks) > 1:
+            self.add(_kind(str(func)), ranks, CollectiveOp.get_comm_tensor_size(func, out, args, {}))
+
+    def add(self, kind: str, ranks: tuple[int, ...], size: int, count: int = 1) -> None:
+        """Count collectives over these ranks."""
+        if kind != _UNCOUNTED:
+            key = kind, self.axes.get(ranks, "world")
+            self._counts[key] += count
+            self._bytes[key] += size
+
+    def restart(self) -> None:
+        """Forget what was counted."""
+        self._counts.clear()
+        self._bytes.clear()
+
+    def traffic(self) -> tuple[Traffic, ...]:
+        """What was counted, the most bytes first."""
+        found = [
+            Traffic(kind=kind, axis=axis, count=count, bytes=self._bytes[kind, axis])
+            for (kind, axis), count in self._counts.items()
+        ]
+        return tuple(sorted(found, key=lambda one: (-one.bytes, one.kind, one.axis)))
+
+
+def _kind(operator: str) -> str:
+    for kind, names in _KINDS.items():
+        if any(name in operator for name in names):
+            return kind
+    return operator.partition(".")[2].partition(".")[0].strip("_")
+
+
+_ADAM: Final = 2
+"""The states of Adam, where the optimizer is not known."""
+
+
+def _calculated(
+    module: nn.Module, candidate: Candidate, strategy: Strategy, precision: Precision, reason: str
+) -> Measured:
+    """Calculate what a rank holds between two steps, for a step that cannot run without data.
+
+    Everything comes from what the strategy declares.
+
+    Args:
+        module: the module; a copy without values is built.
+        candidate: the configuration.
+        strategy: its strategy, which need not have started.
+        precision: its precision.
+        reason: why the step is not run.
+    """
+    mode = fake_mode()
+    copied = fake_module(module, mode)
+    with mode, precision.init_context():
+        build_once(copied)
+        precision.convert_module(copied)
+    notes = [f"only weights, gradients and optimizer state, calculated: {reason}"]
+    trained = [parameter for parameter in copied.parameters() if parameter.requires_grad]
+    parts = model_parallel(strategy, candidate.world)
+    costs = strategy.costs(copied, precision, candidate.world)
+    weights, gradients = part_bytes(copied.parameters()) // parts, part_bytes(trained) // parts
+    state: int | None = None
+    if costs is None:
+        notes.append(f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything")
+    elif costs.parameters is not None and costs.gradients is not None:
+        weights, gradients = costs.parameters, costs.gradients
+        optimizers: list[Any] = []
+        with suppress(Exception), mode:  # user code; it may need a running fit
+            optimizers = configure_optimizers(copied).optimizers
+        state = optimizer_bytes(optimizers, costs) if optimizers else None
+    else:
+        notes.append(f"each of {parts} ranks is taken to hold an equal part of the model")
+    if state is None:
+        state = _ADAM * gradients
+        notes.append("the optimizer is taken to be Adam")
+    masters = 0 if costs is None else costs.masters
+    buffers = part_bytes(copied.buffers())
+    held = {"parameters": weights + buffers, "gradients": gradients, "optimizer": state + masters}
+    on_host = {"optimizer", "parameters"} if candidate.strategy.endswith("stage_3_offload") else {"optimizer"}
+    away = on_host if candidate.offload or candidate.strategy.endswith("offload") else set()
+    return Measured(
+        candidate=candidate,
+        memory=({category: 0 if category in away else held.get(category, 0) for category in CATEGORIES},),
+        host=sum(held[category] for category in away),
+        traffic=(),
+        flops=0,
+        exact=False,
+        notes=tuple(notes),
+    )

@@ -14,8 +14,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.launch.processes import no_garbage_in_forks
-from trainer_kit.planning.verify_compare import Finding, Judge, Point, same_bits
-from trainer_kit.planning.verify_data import order, samples
+from trainer_kit.planning.verify_compare import Finding, Judge, Point, compare_order, compare_samples, same_bits
 from trainer_kit.planning.verify_operations import first_other
 from trainer_kit.planning.verify_recorder import Record
 from trainer_kit.planning.verify_reference import Division
@@ -183,7 +182,9 @@ class _Verifier:
         plan = self.runs.order(division)
         if plan is None or any(micro.ids is None for record in chosen for micro in record.micros.values()):
             self.skip("samples", "the loader draws no indices of a dataset")
-        elif not self.note("samples", order(chosen, plan, self.result.steps), "those of one process, none twice"):
+        elif not self.note(
+            "samples", compare_order(chosen, plan, self.result.steps), "those of one process, none twice"
+        ):
             return False
         exact = self.judge.exact
         shard, device = self.trainer.settings.shard, self.trainer.strategy.device.type
@@ -202,7 +203,7 @@ class _Verifier:
         if not any(micro.batch for record in chosen for micro in record.micros.values()):
             self.skip("data", "the batches are objects that show no tensors")
             return True
-        return self.note("data", samples(chosen, exact), "the tensors of each batch are equal")
+        return self.note("data", compare_samples(chosen, exact), "the tensors of each batch are equal")
 
     def _exact(self, division: Division) -> Record:
         """The plain loop in float64."""

@@ -97,8 +97,7 @@ class Classifier(TrainModule):
 
     def configure_model(self) -> None:
         """Build the layers in the context of the strategy."""
-        if not hasattr(self, "net"):
-            self.net = Net()
+        self.net = Net()
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         """The mean cross entropy."""
@@ -113,8 +112,7 @@ class _TwoNets(TrainModule):
     """Two nets with one optimizer each; the second learns from the output of the first."""
 
     def configure_model(self) -> None:
-        if not hasattr(self, "left"):
-            self.left, self.right = Net(), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
+        self.left, self.right = Net(), nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
     def losses(self, batch: Any) -> dict[str, Tensor]:
         output = self.left(batch[0])

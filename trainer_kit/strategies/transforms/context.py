@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
+from trainer_kit.core.tensors import sequence_like
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
@@ -125,7 +126,7 @@ class ContextParallel(Transform):
             named = {key: self.part(batch[key], dim) for key, dim in dims.items() if key in batch}
             return with_positions(self.plan, _with(batch, named), self.rank)
         parts = [self.part(value, dims[i]) if i in dims else value for i, value in enumerate(batch)]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return sequence_like(batch, parts)
 
     def part(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part along one dimension, as a view; the whole tensor if it lacks that dimension.

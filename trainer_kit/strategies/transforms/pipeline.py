@@ -22,7 +22,7 @@ from trainer_kit.core.errors import DataError, StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
-from trainer_kit.core.tensors import tensors_of
+from trainer_kit.core.tensors import sequence_like, tensors_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.transforms.pipeline_stages import (
@@ -532,7 +532,7 @@ def _copied(batch: Any) -> Any:
     """
     if isinstance(batch, tuple):
         parts = [_copied(part) for part in batch]
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+        return sequence_like(batch, parts)
     if isinstance(batch, MutableMapping):
         made = copy.copy(batch)
         for key, value in batch.items():
