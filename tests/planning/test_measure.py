@@ -37,18 +37,33 @@ def close(name, tried, within=0.05, **options):
     assert abs(found.peak / traced - 1) < within, (name, tried, dict(found.memory[0]), traced)
 
 
+_LONG = [pytest.param(strategy, marks=pytest.mark.long) for strategy in ("ddp", "tp2")]
+
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", ["mlp", "encoder", "gpt", "llama"])
+@pytest.mark.parametrize(
+    ("name", "again"),
+    [
+        ("mlp", False),
+        ("gpt", True),
+        *[
+            pytest.param(name, again, marks=pytest.mark.long)
+            for name, again in [
+                ("mlp", True),
+                ("gpt", False),
+                *((n, a) for n in ("encoder", "llama") for a in (False, True)),
+            ]
+        ],
+    ],
+)
 def test_one_device(name, again):
     close(name, candidate(activation_checkpointing=again), within=0.01)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp2"])
+@pytest.mark.parametrize("strategy", [*_LONG, "fsdp"])
 def test_two_ranks(strategy):
     close("gpt", candidate(strategy, 2), within=0.01)
 
@@ -231,7 +246,7 @@ def test_all_tensors_are_stepped_together_on_an_accelerator():
     assert any("cuda" in note for note in together.notes)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_all_tensors_are_stepped_together_like_a_real_foreach():
     close("foreach", candidate(samples=1), within=0.01)
 
@@ -319,7 +334,7 @@ def test_collectives_of_data_parallel():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "tp2"])
+@pytest.mark.parametrize("strategy", [*_LONG, "fsdp"])
 def test_collectives_of_a_real_step(strategy):
     """They are equal, but for up to two exchanges of a few numbers, by which real ranks agree in the counted step."""
     tried = candidate(strategy, 2)

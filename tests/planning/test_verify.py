@@ -34,6 +34,7 @@ def test_a_healthy_configuration_passes_every_check():
     assert all(point.difference <= point.allowed for point in found.curve)
 
 
+@pytest.mark.long
 def test_sharded_weights_in_low_precision_pass():
     found = verify(verified.Classifier(), strategy="fsdp", precision="bf16-mixed", gradient_clip_val=0.5, steps=3)
     assert found.ok, str(found)
@@ -58,6 +59,7 @@ def test_a_wrong_accumulation_factor():
     assert "3 micro-batches of accumulation" in first.hint
 
 
+@pytest.mark.long
 def test_a_loss_that_is_averaged_over_the_ranks_twice():
     first = verify(verified.AveragedTwice()).first
     assert (first.kind, first.step) == ("loss", 0)
@@ -89,6 +91,7 @@ def test_an_augmentation_with_state():
     assert first.where.startswith("sample ")
 
 
+@pytest.mark.long
 def test_an_augmentation_with_state_in_a_batch_of_transformers():
     """Its tensors were not compared: it is a mapping with a ``to`` of its own."""
 
@@ -109,6 +112,7 @@ def test_tied_weights_that_a_strategy_unties():
     assert (first.kind, first.step, first.where) == ("tied", 0, "embed.weight and head.weight")
 
 
+@pytest.mark.long
 def test_tied_weights_that_stay_tied():
     found = verify(verified.Tied(), strategy="fsdp", steps=2)
     assert found.ok, str(found)
@@ -119,17 +123,19 @@ def test_validation_that_changes_training():
     assert [(each.kind, each.step) for each in found.findings] == [("validation", 1)]
 
 
+@pytest.mark.long
 def test_validation_that_the_module_brings_runs_only_in_its_check():
     found = verify(verified.BringsValidation(), verified.loader(16), steps=4)  # an epoch has two steps
     assert [(each.kind, each.step) for each in found.findings] == [("validation", 1)]
 
 
+@pytest.mark.long
 def test_two_runs_that_differ():
     kinds = [each.kind for each in verify(verified.Unseeded()).findings]
     assert "repeat" in kinds
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_batch_norms_of_a_residual_network_are_a_note(strategy):
     found = verify(verified.SmallResNet(), strategy=strategy, max_epochs=30, steps=2)
     assert found.ok, str(found)
@@ -168,6 +174,7 @@ def test_a_mean_over_tokens_needs_their_number():
     assert verify(verified.WeighedTokens(), verified.masked(), steps=2).ok
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_teacher_that_follows_after_each_step(devices):
     """Its hook ran before the optimizer step, once for each rank, and its second rank had another batch_idx."""
@@ -176,12 +183,14 @@ def test_a_teacher_that_follows_after_each_step(devices):
     assert status(found)["our loop"] == status(found)["training"] == "ok"
 
 
+@pytest.mark.long
 def test_optimizers_schedulers_and_the_length_of_an_epoch_are_those_of_the_plain_loop():
     """`self.optimizers()` was an empty list in the plain loop: the module could not be verified."""
     found = verify(verified.AsksTrainer(), steps=2)
     assert found.ok, str(found)
 
 
+@pytest.mark.long
 def test_what_a_list_of_batches_cannot_show_is_named():
     batches = [tuple(batch) for batch in verified.loader(32, shuffle=False)]
     found = verify(verified.Classifier(), batches, steps=2)
