@@ -165,7 +165,57 @@ def test_whole_copies_are_measured_once_for_all_worlds():
         (2, 4, False),
     ]
     plain = [(each.micro_batch, each.accumulate) for each in memory.measured if not each.activation_checkpointing]
-    assert sorted(plain) == [(1, 2), (2, 1), (2, 2), (8, 1), (16, 1)]
+    assert sorted(plain) == [(1, 2), (2, 2), (8, 1), (16, 1)]
+
+
+def test_a_sample_of_another_strategy_predicts_the_size():
+    """The smallest micro-batch of FSDP need not be measured: DDP's samples have shown what one needs."""
+    rows, memory = found(strategies=("ddp", "fsdp"), global_batch=512, limit=60 * GB)
+    sizes = {word: [each.micro_batch for each in memory.measured if each.strategy == word] for word in ("ddp", "fsdp")}
+    plain = {word: measured[: 3 if word == "ddp" else 2] for word, measured in sizes.items()}
+    assert plain == {"ddp": [64, 1, 4], "fsdp": [64, 8]}
+    assert {words(row)[:2] for row in rows if not row.candidate.activation_checkpointing} == {("ddp", 4), ("fsdp", 8)}
+
+
+@pytest.mark.parametrize("wrong", [0.25, 3])
+def test_a_wrong_prediction_changes_no_row(wrong):
+    """Samples that need more or less than under the other strategy: the largest size that fits is still found."""
+    plain, other = Memory(), Memory(sample=int(4 * GB * wrong))
+
+    def measure(candidate):
+        return (other if candidate.strategy == "fsdp" else plain)(candidate)
+
+    rows = search(question(strategies=("ddp", "fsdp"), global_batch=512), nn.Linear(1, 1), measure)
+    alone = search(question(strategies=("fsdp",), global_batch=512), nn.Linear(1, 1), measure)
+    assert [row for row in rows if row.candidate.strategy == "fsdp"] == alone
+    assert alone[0].estimate is not None
+
+
+def test_products_of_an_optimizer_and_collectives_of_activations_are_measured_with_one_micro_batch():
+    """Such a step does not grow in proportion to its samples, so the whole batch says nothing about it."""
+    memory = Memory()
+
+    def with_an_optimizer(candidate):
+        plain = memory(candidate)
+        return replace(plain, flops=plain.flops + 7 * 10**12)
+
+    def with_activations(candidate):
+        plain = memory(candidate)
+        size = candidate.micro_batch * candidate.accumulate
+        return replace(plain, traffic=(Traffic(kind="all_gather", axis="data", count=2, bytes=GB + size),))
+
+    for measure, flops, sent in (
+        (with_an_optimizer, 3 * 10**13 * 64 + 7 * 10**12, {"all_reduce": GB, "all_gather": 64 * GB}),
+        (with_activations, 3 * 10**13 * 64, {"all_gather": GB + 64}),
+    ):
+        del memory.measured[:]
+        asked = question(strategies=("fsdp",), global_batch=512, limit=14 * GB)
+        rows = search(asked, nn.Linear(1, 1), measure)
+        row = next(row for row in rows if not row.candidate.activation_checkpointing)
+        assert words(row) == ("fsdp", 2, 32, False)
+        assert (2, 1) in [(each.micro_batch, each.accumulate) for each in memory.measured]
+        assert row.measured.flops == flops
+        assert {one.kind: one.bytes for one in row.measured.traffic} == sent
 
 
 def test_a_precision_without_products_is_left_out_with_a_reason():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -113,13 +114,44 @@ class _Parts:
         return self._tensor.narrow(self._dim, index * self._rows, min(left, self._rows))
 
 
+def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let DTensor find the layouts of an operator on lists, such as an optimizer's, once for each kind of entry.
+
+    An entry is what stands at one place of all lists; what an operator does with it depends on no other entry. Layers
+    repeat, so hundreds of parameters are entries of a few kinds. torch's time grows with the square of their number.
+
+    Args:
+        propagate: torch's method, which takes a schema of operator and arguments.
+    """
+
+    def propagated(schema: Any) -> Any:
+        numbers = all(isinstance(value, (int, float)) for value in schema.kwargs_schema.values())
+        if not schema.op.name().startswith("aten::_foreach_") or not numbers:
+            return propagate(schema)
+        lists = [at for at, one in enumerate(schema.args_schema) if isinstance(one, (list, tuple))]
+        columns = list(zip(*(schema.args_schema[at] for at in lists), strict=True))
+        kinds = {column: number for number, column in enumerate(dict.fromkeys(columns))}
+        arguments = list(schema.args_schema)
+        for place, at in enumerate(lists):
+            arguments[at] = type(arguments[at])(kind[place] for kind in kinds)
+        found = propagate(replace(schema, args_schema=tuple(arguments), _comparison_key=None))
+        if found.needs_redistribute:
+            return propagate(schema)
+        if found.output_spec is not None:
+            found = replace(found, output_spec=tuple(found.output_spec[kinds[column]] for column in columns))
+        return found
+
+    return propagated
+
+
 @contextmanager
 def adapted() -> Iterator[None]:
-    """Inside, four things of torch work with fake tensors.
+    """Inside, five things of torch work with fake tensors.
 
     ``module.to`` converts fake parameters in place, as it does real ones; torch would swap objects. A mesh computes
-    with real numbers, which it needs, also where a fake mode is active. And `fully_shard` makes this rank's part of a
-    parameter only: hundreds of fake parts of each take most of the time.
+    with real numbers, which it needs, also where a fake mode is active. `fully_shard` makes this rank's part of a
+    parameter only: hundreds of fake parts of each take most of the time. And an operator on lists of divided tensors
+    is prepared once for equal entries, see `_once_for_equal_entries`.
     The stages of a pipeline do not vote whether all of them know the shapes that they exchange: ours do.
     """
     recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
@@ -132,6 +164,7 @@ def adapted() -> Iterator[None]:
     plain: Any = torch.utils.swap_tensors
     vote = stages._warmup_p2p
     concatenate, chunks = joins._concatenate, divides._chunk_with_empty
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
 
     def swap(kept: Any, converted: Any) -> None:
         if not (isinstance(kept, FakeTensor) and isinstance(converted, FakeTensor)):
@@ -154,9 +187,11 @@ def adapted() -> Iterator[None]:
     divides._chunk_with_empty = _Parts
     stages._warmup_p2p = know_shapes
     joins._concatenate = staticmethod(concatenate_outside)
+    propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(propagator.propagate_op_sharding_non_cached)
     try:
         yield
     finally:
+        del propagator.propagate_op_sharding_non_cached  # the method of its class is found again
         torch._C._set_mkldnn_enabled(recurrent)
         torch.utils.swap_tensors = plain
         divides._chunk_with_empty = chunks

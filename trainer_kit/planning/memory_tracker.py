@@ -26,6 +26,7 @@ __all__ = ["StepTracker", "storages"]
 
 _PLAIN: Final = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 _aten = torch.ops.aten
+_DEVICE: Final = torch.ops.prim.device.default
 _counter: Any = flop_counter
 _FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
     **_counter.flop_registry,
@@ -43,7 +44,7 @@ _STATE: Final = ("parameters", "gradients", "optimizer")
 
 def storages(values: object) -> Iterator[torch.UntypedStorage]:
     """The storages of all tensors in a tree; of a ``DTensor``, of this rank's part."""
-    for leaf in tree_leaves(values):
+    for leaf in (values,) if isinstance(values, Tensor) else tree_leaves(values):
         if isinstance(leaf, Tensor):
             if is_traceable_wrapper_subclass(leaf):
                 names, _ = leaf.__tensor_flatten__()
@@ -126,6 +127,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run an operator on plain tensors; a subclass first turns its own into operators on its parts."""
+        if func is _DEVICE:  # half of all calls: Tensor.device of a fake tensor
+            return func(*args)
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         kwargs = kwargs or {}
@@ -138,7 +141,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for number in self._fresh:
                 self._category.setdefault(number, "activations")
             self._fresh.clear()
-        for leaf in tree_leaves(out):
+        for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode and leaf.device.type != "meta":
                 known = self._count
                 number = self._number(leaf.untyped_storage())

@@ -126,6 +126,7 @@ class _Search:
         self.question, self._measure, self._say = question, measure, say
         self._known: dict[Candidate, Measured] = {}
         self._flops: dict[tuple[str, str, int], float] = {}
+        self._slopes: dict[tuple[str, bool, int], float] = {}
 
     def rows(self, strategy: str, precision: str, world: int) -> Iterator[Row]:
         """The configurations of a strategy and a precision on these ranks."""
@@ -193,19 +194,37 @@ class _Search:
         limit, whole = self.question.limit, self._run(first, sizes[-1], sizes)
         if whole.peak <= limit or len(sizes) == 1 or not whole.exact:
             return whole
+        guessed = self._guessed(first, sizes, whole)
+        if guessed is not None:
+            return guessed
         at, least = 0, self._run(first, sizes[0], sizes)
         while not least.exact:  # a batch norm refuses a single sample
             at += 1
             least = whole if sizes[at] == sizes[-1] else self._run(first, sizes[at], sizes)
+        slope = (whole.peak - least.peak) / max(1, sizes[-1] - sizes[at])
+        self._slopes.setdefault(_like(first), slope)
         if least.peak > limit:
             return least
-        slope = (whole.peak - least.peak) / (sizes[-1] - sizes[at])
         for size in reversed(sizes[at + 1 : -1]):
             if least.peak + slope * (size - sizes[at]) <= limit:
                 found = self._run(first, size, sizes)
                 if found.peak <= limit:
                     return found
         return least
+
+    def _guessed(self, first: Candidate, sizes: Sequence[int], whole: Measured) -> Measured | None:
+        """The largest size that fits by what a sample needs under another strategy, if that is true of this one."""
+        limit, slope = self.question.limit, self._slopes.get(_like(first))
+        if slope is None:
+            return None
+        fitting = [size for size in sizes[1:-1] if whole.peak - slope * (sizes[-1] - size) <= limit]
+        if not fitting:
+            return None
+        found = self._run(first, fitting[-1], sizes)
+        own = (whole.peak - found.peak) / (sizes[-1] - fitting[-1])
+        larger = sizes[sizes.index(fitting[-1]) + 1]
+        fits = found.exact and found.peak <= limit
+        return found if fits and found.peak + own * (larger - fitting[-1]) > limit else None
 
     def _run(self, first: Candidate, size: int, sizes: Sequence[int]) -> Measured:
         """Measure a micro-batch, with at most two of its window."""
@@ -214,9 +233,13 @@ class _Search:
         found = self._once(candidate)
         return replace(found, candidate=replace(candidate, accumulate=window))
 
+    @staticmethod
+    def _key(candidate: Candidate) -> Candidate:
+        """Whole copies are the same in every world of more than one rank, and so is what they exchange."""
+        return replace(candidate, world=2) if candidate.strategy == "ddp" else candidate
+
     def _once(self, candidate: Candidate) -> Measured:
-        # Whole copies are the same in every world of more than one rank, and so is what they exchange.
-        like = replace(candidate, world=2) if candidate.strategy == "ddp" else candidate
+        like = self._key(candidate)
         if like not in self._known:
             began = time.monotonic()
             self._known[like] = self._measure(candidate)
@@ -230,7 +253,7 @@ class _Search:
         more = candidate.accumulate - _MEASURED_WINDOW
         if more <= 0:
             return measured
-        one = self._once(replace(candidate, accumulate=1))
+        one = self._one_of(measured)
         before = {(each.kind, each.axis): each for each in one.traffic}
 
         def longer(two: Traffic) -> Traffic:
@@ -242,6 +265,26 @@ class _Search:
 
         flops = measured.flops + more * (measured.flops - one.flops)
         return replace(measured, flops=flops, traffic=tuple(map(longer, measured.traffic)))
+
+    def _one_of(self, measured: Measured) -> Measured:
+        """The step of a single micro-batch, of which two were run.
+
+        It need not be run where the step of the whole batch, which was, shows that collectives do not depend on the
+        size of a micro-batch, and products on nothing else.
+        """
+        candidate = measured.candidate
+        size = candidate.micro_batch * candidate.accumulate
+        whole = self._known.get(self._key(replace(candidate, micro_batch=size, accumulate=1)))
+        if whole is None or not whole.exact or whole.flops * 2 * candidate.micro_batch != measured.flops * size:
+            return self._once(replace(candidate, accumulate=1))
+        sent = {(one.kind, one.axis): one for one in whole.traffic}
+        alike = sent.keys() == {(one.kind, one.axis) for one in measured.traffic} and all(
+            two.bytes * sent[two.kind, two.axis].count == sent[two.kind, two.axis].bytes * two.count
+            for two in measured.traffic
+        )
+        if not alike:
+            return self._once(replace(candidate, accumulate=1))
+        return replace(whole, candidate=replace(candidate, accumulate=1), flops=measured.flops // 2)
 
     @staticmethod
     def _state(measured: Measured) -> int:
@@ -257,6 +300,11 @@ class _Search:
         if state > self.question.limit:
             return f"{text}, of which weights, gradients and optimizer state are {in_units(state)}"
         return f"{text}, most of it {name}: {in_units(size)}"
+
+
+def _like(candidate: Candidate) -> tuple[str, bool, int]:
+    """Candidates of which one sample needs about the same memory."""
+    return candidate.precision, candidate.activation_checkpointing, inner_ranks(candidate)
 
 
 def _text(error: Exception) -> str:

@@ -139,7 +139,7 @@ class InitialWeights:
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
-        if self._group.group is not None and dist.get_backend(self._group.group) == "fake":  # weights have no values
+        if dist.is_initialized() and dist.get_backend(self._group.group) == "fake":  # weights have no values
             self._whole = {}
             return
         held = dict(_tensors(module))
