@@ -158,7 +158,7 @@ class Counting(torch.optim.SGD):
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "steps"})
 
 
-def test_an_optimizer_with_state_of_its_own(tmp_path):
+def test_an_optimizer_with_its_own_state(tmp_path):
     fabric = Fabric(accelerator="cpu")
     model, other = net(), net()
     model, optimizer = fabric.setup(model, Counting(model.parameters(), lr=0.1))

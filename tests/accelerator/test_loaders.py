@@ -105,7 +105,7 @@ def test_a_state_inside_an_epoch_on_two_processes(kind, tmp_path):
     check_resume(kind, tmp_path / "state")
 
 
-def test_a_loader_with_a_state_of_its_own(tmp_path):
+def test_a_loader_with_its_own_state(tmp_path):
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare_data_loader(Stateful())
     for number, _ in enumerate(data, 1):

@@ -103,7 +103,7 @@ def test_harmless_calls_do_not_warn():
         optimizer.step()
 
 
-def test_weights_that_others_change_on_purpose_are_no_mistake(tmp_path):
+def test_weights_that_others_change_on_purpose_are_not_a_mistake(tmp_path):
     """Clipped weights after a step of the prepared optimizer, and a state that is loaded."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = nn.Linear(3, 1)

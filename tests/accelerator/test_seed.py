@@ -124,7 +124,7 @@ def test_a_loaded_state_overrides_another_seed_and_reports_it(tmp_path, capsys):
         assert bool(said) is (seed == 8)
 
 
-def test_each_loader_has_an_order_of_its_own_after_a_resume_too(tmp_path):
+def test_each_loader_has_its_own_order_after_a_resume_too(tmp_path):
     accelerator = Accelerator(cpu=True)
     set_seed(1)
     first = accelerator.prepare(loader())

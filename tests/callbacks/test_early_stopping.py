@@ -154,7 +154,9 @@ def test_a_value_that_is_never_logged():
         fit(EarlyStopping("val_los"), val=each("val_loss", 1.0))
     with pytest.raises(ConfigurationError, match="logged so far: nothing"):
         fit(EarlyStopping("loss"))
-    with pytest.raises(ConfigurationError, match=r"train_loss; there is no validation\n.*define validation_step and"):
+    with pytest.raises(
+        ConfigurationError, match=r"train_loss; this fit has no validation\n.*define validation_step and"
+    ):
         fit(EarlyStopping("val_loss"), epoch=each("train_loss", 1.0))
 
 

@@ -207,7 +207,7 @@ def test_rates_are_of_all_ranks(strategy):
     assert logged["cpu/memory"] > 50e6
 
 
-def test_a_waiting_rank_is_no_straggler():
+def test_a_waiting_rank_is_not_a_straggler():
     fast, slow = [0.1, 1, 5, 0, 0, 0, 0, 0], [4.1, 1, 1, 0, 0, 0, 0, 0]  # the fast ones wait in backward
     assert find_straggler([fast, slow])[:2] == (1, "data")
     assert find_straggler([fast, fast, slow, fast])[:2] == (2, "data")

@@ -83,7 +83,7 @@ def test_overrides_of_a_bar_that_draws(capsys):
     assert "judging: 1/1 batches" not in capsys.readouterr().err
 
 
-def test_there_is_no_trainer_before_the_first_entry_point():
+def test_the_trainer_is_missing_before_the_first_entry_point():
     with pytest.raises(ConfigurationError, match="no Trainer yet"):
         _ = ProgressBar().total_train_batches
     assert ProgressBar().is_disabled is False

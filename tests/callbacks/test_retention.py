@@ -205,7 +205,7 @@ def test_a_score_that_becomes_known_after_the_save():
         assert (held.confirm("c"), held.kept, held.spare) == (["a"], {"c": 0.3}, "b")
 
 
-def test_of_several_saves_the_one_that_failed_is_no_spare():
+def test_a_failed_save_is_not_a_fallback_checkpoint():
     held = Retention(1, higher)
     for score, path in enumerate("ab"):
         held.ask(path, score)

@@ -61,7 +61,7 @@ def test_a_resumed_run_remembers_the_mean(tmp_path: Path) -> None:
     assert list(detection.spikes) == [10], "nine steps were judged before"
 
 
-def test_memory_of_a_loss_that_is_written_again_is_no_spike() -> None:
+def test_reused_memory_of_a_loss_is_not_a_spike() -> None:
     class Reusing(Spiking):
         kept: Any = None
 

@@ -167,7 +167,7 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
         tk.Accelerator(cpu=True).load_state(made)
     for kind, schedule, told in (
         (torch.optim.SGD, None, "moments of Adam, and SGD is prepared"),
-        (torch.optim.AdamW, torch.optim.lr_scheduler.ReduceLROnPlateau, "no state of ReduceLROnPlateau"),
+        (torch.optim.AdamW, torch.optim.lr_scheduler.ReduceLROnPlateau, "not the state of ReduceLROnPlateau"),
     ):
         accelerator, model = tk.Accelerator(cpu=True), make_model()
         optimizer = kind(model.parameters(), lr=0.1)

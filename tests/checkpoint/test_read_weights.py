@@ -116,7 +116,7 @@ def test_whole_modules_are_refused(tmp_path):
 @pytest.mark.parametrize(
     "content", [[torch.ones(1)], torch.ones(1), {"w": 3}, {1: torch.ones(1)}, {"state_dict": {"a": "b"}}]
 )
-def test_content_that_is_no_state_dict_is_named(tmp_path, content):
+def test_content_that_is_not_a_state_dict_is_named(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(CheckpointError, match="state_dict"):
         read_weights(tmp_path / "w.pt")

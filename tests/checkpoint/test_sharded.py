@@ -468,7 +468,7 @@ def interleave(path):
 
 
 @pytest.mark.slow
-def test_a_placement_that_is_no_box_is_refused(tmp_path):
+def test_a_placement_that_is_not_a_box_is_refused(tmp_path):
     assert run_distributed(interleave, 4, str(tmp_path)) == [["model.w", "model.w"]] * 4
 
 

@@ -263,7 +263,7 @@ def test_a_continued_fit_repeats_a_window_that_an_exception_has_left():
     assert (trainer.global_step, len(module.read)) == (12, 25)
 
 
-def test_weights_of_a_checkpoint_start_a_fit_of_its_own(tmp_path):
+def test_weights_of_a_checkpoint_start_a_separate_fit(tmp_path):
     trainer, module = tk.Trainer(**QUIET, max_epochs=2), Reads()
     trainer.fit(module, DATA)
     trainer.save_checkpoint(tmp_path / "saved")
@@ -380,7 +380,7 @@ def test_a_logger_that_is_set_writes_nothing_in_a_fast_dev_run(tmp_path):
 
 
 @pytest.mark.parametrize("given", [True, "csv", object(), tk.loggers.CSVLogger])
-def test_an_object_that_is_no_logger_is_refused(given):
+def test_an_object_that_is_not_a_logger_is_refused(given):
     trainer = tk.Trainer(**QUIET)
     with pytest.raises(tk.ConfigurationError, match="this is not a logger"):
         trainer.logger = given

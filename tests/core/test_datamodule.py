@@ -24,7 +24,7 @@ def test_an_undefined_loader_is_not_implemented():
             getattr(DataModule(), f"{name}_dataloader")()
 
 
-def test_there_is_no_state_unless_defined():
+def test_state_is_empty_unless_defined():
     data = DataModule()
     assert data.state_dict() == {}
     data.load_state_dict({"a": 1})

@@ -147,7 +147,7 @@ def test_they_are_not_parameters_of_the_module():
     assert list(Net().state_dict()) == []
 
 
-def test_a_name_that_is_no_argument_is_named():
+def test_a_name_that_is_not_an_argument_is_named():
     class Owner(HParamsMixin):
         def __init__(self, name, rate=0.1, ignore=()):
             self.save_hyperparameters(name, ignore=ignore)

@@ -92,7 +92,7 @@ def test_a_copy_is_not_attached_to_the_run():
     assert net.trainer is trainer
 
 
-def test_the_trainer_is_no_part_of_the_state():
+def test_the_trainer_is_not_part_of_the_state():
     net = Net()
     Trainer(**QUIET, max_steps=1).fit(net, [torch.randn(2, 2)])
     assert list(net.state_dict()) == ["layer.weight", "layer.bias"]

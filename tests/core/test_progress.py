@@ -38,7 +38,7 @@ def test_text_is_read(text, value, unit):
 
 
 @pytest.mark.parametrize("text", ["", "ep", "3", "3 epochs", "-3ep", "three ep", "3ep4", "1e400tok", "nan s", "inf h"])
-def test_text_that_is_no_duration_is_refused(text):
+def test_text_that_is_not_a_duration_is_refused(text):
     with pytest.raises(DurationError):
         Duration.parse(text)
 
@@ -74,7 +74,7 @@ def test_a_bare_number_without_a_unit_is_refused_with_an_example():
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), -1])
-def test_numbers_that_are_no_length_are_refused(value):
+def test_numbers_that_are_not_a_length_are_refused(value):
     with pytest.raises(DurationError):
         Duration.parse(value, "st")
 

@@ -136,7 +136,7 @@ def test_an_optional_last_parameter_may_be_left_out():
     use(One)
 
 
-def test_methods_with_other_names_are_nobodys_business():
+def test_methods_with_other_names_are_ignored():
     class Free(Callback):
         def one_epoch(self): ...
         def _on_something(self): ...
@@ -144,14 +144,14 @@ def test_methods_with_other_names_are_nobodys_business():
     use(Free)
 
 
-def test_attributes_that_are_no_functions_are_not_hooks():
+def test_attributes_that_are_not_functions_are_not_hooks():
     class Free(TinyModule):
         on_device = True
 
     use(Free)
 
 
-def test_a_method_of_a_protocol_that_is_no_hook_is_checked_too():
+def test_a_method_of_a_protocol_that_is_not_a_hook_is_checked_too():
     class Old(DataModule):
         def setup(self): ...
 

@@ -112,7 +112,7 @@ def test_a_negative_exit_code_becomes_the_systems_code() -> None:
     assert _rank(_script("import sys; sys.exit(-1)")).returncode == _report()["exit_code"] == 255
 
 
-def test_an_interrupt_is_no_error() -> None:
+def test_an_interrupt_is_not_an_error() -> None:
     ran = _rank(_script("raise KeyboardInterrupt"))
     assert ran.stderr == ""
     assert not Path("error.json").exists()

@@ -34,7 +34,7 @@ def test_a_script_a_module_and_typed_in_code(tmp_path):
     assert run(tmp_path, "-c", SHOW).startswith("None")
 
 
-def test_a_test_is_no_script():
+def test_a_test_is_not_a_script():
     assert script() is None
 
 

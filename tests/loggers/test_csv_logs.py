@@ -198,7 +198,7 @@ def test_wrong_calls(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["a,b\n1,2\n", "step,a\nx,1\n", "step,a\n\n1,2\nzwei,3\n", "a,step\n1\n"])
-def test_a_file_that_is_no_table_of_metrics_is_left_alone(tmp_path, content):
+def test_a_file_that_is_not_a_table_of_metrics_is_left_alone(tmp_path, content):
     logger = CSVLogger(tmp_path, version=0)
     Path(logger.log_dir).mkdir(parents=True)
     logger.path.write_text(content, encoding="utf-8")

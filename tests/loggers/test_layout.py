@@ -102,9 +102,9 @@ def test_every_logger_fits_the_protocol(make, tmp_path):
     assert isinstance(make(tmp_path), Logger)
 
 
-def test_values_that_are_no_numbers_are_refused_by_name(make, tmp_path):
+def test_values_that_are_not_numbers_are_refused_by_name(make, tmp_path):
     logger = make(tmp_path)
-    with pytest.raises(LogError, match="'picture' is not one number") as caught:
+    with pytest.raises(LogError, match="'picture' is not a single number") as caught:
         logger.log_metrics({"picture": torch.zeros(2, 3)}, 0)
     assert caught.value.found == "a Tensor of shape (2, 3), torch.float32"
     assert files(tmp_path) == set()
@@ -144,7 +144,7 @@ def test_numbers():
     assert all(type(value) in (int, float, np.float32) for value in numbers(values).values())
     assert numbers({"a": 1}, "p") == {"p-a": 1}
     for wrong in ("text", None, torch.tensor([1.0, 2.0]), torch.tensor(1j), np.zeros(0), np.array("x")):
-        with pytest.raises(LogError, match="'wrong' is not one number"):
+        with pytest.raises(LogError, match="'wrong' is not a single number"):
             numbers({"wrong": wrong})
 
 

@@ -567,7 +567,7 @@ def test_pictures_of_every_kind(image, pixel):
     assert made.getpixel((0, 0)) == pixel
 
 
-def test_objects_that_are_no_images_are_refused(tmp_path):
+def test_objects_that_are_not_images_are_refused(tmp_path):
     Image.new("L", (3, 2)).save(tmp_path / "a.png")
     assert picture(tmp_path / "a.png").size == (3, 2)
     for wrong in (torch.zeros(2, 3, 3, 3), torch.zeros(5, 4, 4), np.array("x"), None, np.zeros((2, 2), complex)):

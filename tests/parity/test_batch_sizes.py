@@ -200,7 +200,7 @@ class Backwards(DataLoader[Any]):
         return iter(list(super().__iter__())[::-1])
 
 
-def test_a_loader_with_an_iteration_of_its_own_is_read_batch_by_batch() -> None:
+def test_a_loader_with_its_own_iteration_is_read_batch_by_batch() -> None:
     net, mine = make_net().double(), make_net().double()
     batches = batches_of(SIZES)[::-1]
     plain_loop(net, [[merged(batches[:4]), merged(batches[4:])]], sgd(net))

@@ -50,7 +50,7 @@ def hostile_run(directory: Path) -> Path:
     return directory
 
 
-def test_texts_of_users_are_no_html(tmp_path):
+def test_texts_of_users_are_escaped_in_html(tmp_path):
     page = write_report(tmp_path / "page.html", [run := RunDirectory(hostile_run(tmp_path))])
     run.read()
     write_report(page, [run])
@@ -100,7 +100,7 @@ def test_a_long_curve_keeps_its_extremes():
     assert thinned(values[:MOST_POINTS]).tolist() == list(range(MOST_POINTS))
 
 
-def test_values_that_are_no_numbers_are_counted(tmp_path):
+def test_values_that_are_not_numbers_are_counted(tmp_path):
     logger = JSONLLogger(tmp_path, "", "")
     for step, value in enumerate([1.0, math.nan, 3.0, math.inf]):
         logger.log_metrics({"loss": value, "none": math.nan}, step)

@@ -139,7 +139,7 @@ def test_a_restart_repeats_no_value(tmp_path):
     assert (restart["step"], restart["text"].startswith("restart 1 at step 2, 1 process on ")) == (2, True)
 
 
-def test_another_fit_in_the_directory_is_a_run_of_its_own(tmp_path):
+def test_another_fit_in_the_directory_is_a_separate_run(tmp_path):
     trainer().fit(Net(), BATCHES)
     trainer().fit(Net(), BATCHES[:3])
     first, second = data_of(tmp_path / "run" / "report.html")["runs"]

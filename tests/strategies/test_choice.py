@@ -82,7 +82,7 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: str, told: str) -> No
         made(strategy=word)
 
 
-def test_objects_that_are_no_strategies_are_refused() -> None:
+def test_objects_that_are_not_strategies_are_refused() -> None:
     for strategy in (5, None, object(), torch.nn.Linear(1, 1)):
         with pytest.raises(StrategyError, match="this is not a strategy"):
             made(strategy=strategy)

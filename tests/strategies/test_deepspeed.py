@@ -127,7 +127,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], part: str) -> None:
         DeepSpeedStrategy(**options)
 
 
-def test_a_file_that_is_no_json(tmp_path: Path) -> None:
+def test_a_file_that_is_not_json(tmp_path: Path) -> None:
     for text, part in [("{", "is not JSON"), ("[1]", "holds no JSON object")]:
         (tmp_path / "ds.json").write_text(text)
         with pytest.raises(ConfigurationError, match=part):

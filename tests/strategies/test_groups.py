@@ -148,7 +148,7 @@ def test_layouts_that_differ_from_rank_to_rank() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_the_mean_of_whole_numbers_is_no_whole_number() -> None:
+def test_the_mean_of_whole_numbers_can_be_a_fraction() -> None:
     group = ProcessGroup(CPU)
     assert group.all_reduce(torch.tensor([group.rank]), "mean").tolist() == [0.5]
 

@@ -175,7 +175,7 @@ def test_listeners_are_named_by_class_in_order():
     assert bus.listeners("on_train_end") == []
 
 
-def test_objects_that_are_no_callbacks_are_refused():
+def test_objects_that_are_not_callbacks_are_refused():
     with pytest.raises(ConfigurationError, match="not a callback"):
         Trainer(callbacks=[object()])
     with pytest.raises(ConfigurationError, match="not a callback"):

@@ -152,7 +152,7 @@ def test_what_cannot_be_exchanged(module, make, match):
         fitted(make, module())
 
 
-def test_what_is_no_list_of_optimizers():
+def test_only_a_list_of_optimizers_is_accepted():
     one, _ = fitted(momentum_later)
     for wrap in (lambda made: made, lambda made: (made,)):
         module = Net()

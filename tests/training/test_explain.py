@@ -173,7 +173,7 @@ def test_it_shows_the_memory_and_traffic_of_a_rank():
     assert "known when configure_model has built" in trainer().explain(built, loader())
 
 
-def test_an_optimizer_that_needs_a_running_fit_is_no_reason_to_fail():
+def test_an_optimizer_that_needs_a_running_fit_does_not_fail_explain():
     class Cycles(Net):
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()

@@ -32,7 +32,7 @@ def test_the_reason_of_a_stop_is_printed_once(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == "stopped after step 2: it is good enough\n"
 
 
-def test_a_limit_is_no_news(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reached_limit_prints_no_line(capsys: pytest.CaptureFixture[str]) -> None:
     quiet(max_epochs=1).fit(TinyModule(), BATCHES)
     assert capsys.readouterr().out == ""
 

@@ -297,7 +297,7 @@ def test_a_tensor_of_several_numbers_is_refused_with_its_shape(value):
 
 
 @pytest.mark.parametrize("value", ["3 apples", None, [1.0], {"b": 1}, np.zeros(2), object()])
-def test_values_that_are_no_numbers_are_refused(value):
+def test_values_that_are_not_numbers_are_refused(value):
     with pytest.raises(LogError, match="'a' is not a number"):
         fit(Net(lambda m, v: m.log("a", value)))
 

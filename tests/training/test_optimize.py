@@ -58,7 +58,7 @@ def fit(module, batches=3, **options):
 # -- forms ---------------------------------------------------------------------------------------------------------
 
 
-def test_none_is_no_optimizer():
+def test_none_is_not_an_optimizer():
     found = made(lambda m: None)
     assert (found.optimizers, found.schedulers, found.names) == ([], [], None)
 

@@ -52,7 +52,7 @@ def test_another_limit_takes_the_place_of_a_thousand_epochs(limit):
     assert settings(**limit).max_epochs is None
 
 
-def test_minus_one_is_no_limit():
+def test_minus_one_means_no_limit():
     made = settings(max_epochs=-1)
     assert (made.max_epochs, made.max_steps) == (None, None)
 
@@ -137,7 +137,7 @@ def test_a_limit_out_of_range_is_refused_by_name(stage, value):
 
 
 @pytest.mark.parametrize("value", [-1, "1", float("nan"), float("inf")])
-def test_a_clip_that_is_no_length_is_refused(value):
+def test_a_clip_that_is_not_a_length_is_refused(value):
     with pytest.raises(ConfigurationError, match="gradient_clip_val"):
         settings(clip_val=value)
 

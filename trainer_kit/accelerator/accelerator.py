@@ -941,7 +941,7 @@ class Accelerator:
             load_model_func_kwargs: arguments of the models' ``load_state_dict``: ``strict``, ``assign``.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it does not match the prepared objects.
+            CheckpointError: the checkpoint is missing, is damaged, or does not match the prepared objects.
         """
         with self.collectives.during("load_state"):
             self.checkpoints.load_state(input_dir, load_model_func_kwargs)
@@ -1023,7 +1023,7 @@ class Accelerator:
         On other processes than the main one its methods do nothing.
 
         Raises:
-            ConfigurationError: there is no tracker of this name.
+            ConfigurationError: no tracker has this name.
         """
         return self.tracking.get(name, unwrap)
 

@@ -249,7 +249,7 @@ class Checkpoints:
             load_options: arguments of the models' ``load_state_dict``: ``strict``, ``assign``.
 
         Raises:
-            CheckpointError: there is no checkpoint, it is damaged, or it does not match the prepared objects.
+            CheckpointError: the checkpoint is missing, is damaged, or does not match the prepared objects.
         """
         path = self._find(input_dir)
         if (theirs := fail_together(self._world, lambda: find_deepspeed(path))) is not None:

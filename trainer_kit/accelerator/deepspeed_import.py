@@ -90,7 +90,7 @@ def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Seq
         raise CheckpointError(
             path,
             "lr_scheduler",
-            f"it is no state of {kind if len(schedulers) == 1 else f'{len(schedulers)} schedulers'}:"
+            f"it is not the state of {kind if len(schedulers) == 1 else f'{len(schedulers)} schedulers'}:"
             f" it has {', '.join(sorted(saved))}",
             fix="prepare one scheduler, of the class that was saved",
         )

@@ -374,7 +374,7 @@ def gather(tensor: Any) -> Any:
         The same nesting; a tensor of shape ``(n, ...)`` becomes one of shape ``(processes * n, ...)`` on every process.
 
     Raises:
-        ConfigurationError: something in it is no tensor; `gather_object` takes other values.
+        ConfigurationError: a leaf is not a tensor; `gather_object` takes other values.
         RankError: on every process, if shapes, dtypes or the nesting differ.
 
     Example:
@@ -436,7 +436,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
         The same nesting, with the values of ``from_process``.
 
     Raises:
-        ConfigurationError: something in it is no tensor; `broadcast_object_list` takes other values.
+        ConfigurationError: a leaf is not a tensor; `broadcast_object_list` takes other values.
         RankError: on every process, if shapes, dtypes or the nesting differ.
 
     Example:
@@ -480,7 +480,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         The same nesting; tensors that are long enough are not copied.
 
     Raises:
-        ConfigurationError: something in it is no tensor.
+        ConfigurationError: a leaf is not a tensor.
         RankError: on every process, if the nesting or numbers of dimensions differ.
 
     Example:
@@ -536,7 +536,7 @@ class ParallelRanks:
         return self.rank("dp_replicate") if self._divides_more_than_data else self._strategy.data.rank
 
     def rank(self, axis: str) -> int:
-        """Return the rank of this process on an axis; 0 if there is no such axis."""
+        """Return the rank of this process on an axis; 0 if the mesh lacks this axis."""
         mesh = self._strategy.mesh
         return 0 if mesh is None or axis not in (mesh.mesh_dim_names or ()) else mesh.get_local_rank(axis)
 

@@ -344,7 +344,7 @@ def merge_fsdp_weights(
         remove_checkpoint_dir: delete the first directory afterwards.
 
     Raises:
-        CheckpointError: there are no weights, or the files are damaged.
+        CheckpointError: the weights are missing, or the files are damaged.
     """
 
     def write() -> None:
@@ -389,7 +389,7 @@ class PreparedLoaderType(metaclass=_LoaderType):
 
 
 class DataLoaderShard(metaclass=_LoaderType):
-    """A loader from `prepare` of which each process reads its own shard."""
+    """A loader from `prepare`; each process reads its own shard."""
 
     @staticmethod
     def recognises(instance: Any) -> bool:

@@ -118,7 +118,7 @@ class Monitor:
         lacks = names_validation(self.name) and not has_validation(trainer)
         return ConfigurationError(
             f"{self.owner} monitors {self.name!r}, but no value of this name is logged",
-            found=f"logged so far: {', '.join(known) or 'nothing'}{'; there is no validation' if lacks else ''}",
+            found=f"logged so far: {', '.join(known) or 'nothing'}{'; this fit has no validation' if lacks else ''}",
             fix=f"define validation_step and val_dataloader, or: {fix}" if lacks else fix,
         )
 

@@ -48,11 +48,11 @@ class BaseFinetuning(Callback):
         self._module: Any = None
 
     def freeze_before_training(self, pl_module: Any) -> None:
-        """Freeze what is not trained at first; called in ``setup`` of a fit, before the optimizers are made."""
+        """Freeze the layers that are not trained at first; called in a fit's ``setup``, before the optimizers exist."""
         raise NotImplementedError(f"{type(self).__name__} must override freeze_before_training(self, pl_module)")
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
-        """Called for each optimizer when ``epoch`` starts: unfreeze what is trained from now on."""
+        """Unfreeze the layers that are trained from now on; called for each optimizer when ``epoch`` starts."""
         raise NotImplementedError(
             f"{type(self).__name__} must override finetune_function(self, pl_module, epoch, optimizer)"
         )

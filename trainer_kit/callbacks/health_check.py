@@ -1,4 +1,4 @@
-"""`HealthCheck`: measures every rank before training, and at intervals, and names those that are unlike the others."""
+"""`HealthCheck`: measures every rank before training, and at intervals, and names ranks that differ from the others."""
 
 from __future__ import annotations
 

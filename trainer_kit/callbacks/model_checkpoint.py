@@ -49,14 +49,14 @@ class ModelCheckpoint(Callback):
 
     The intervals take an int of their unit or a duration (``"500ba"``, ``"2ep"``, ``"30min"``), act at the first end
     of a step at or after each multiple, and exclude each other. Without an interval there is a checkpoint after every
-    validation, or after every epoch if there is no validation.
+    validation, or after every epoch in a fit without validation.
 
     Args:
         dirpath: the directory, a path or a URL that fsspec knows; default ``checkpoints`` in the run's directory.
         filename: a template for the directories' names, such as ``"{epoch}-{val_loss:.2f}"``; default
             ``step-00001200``. Fields are ``epoch``, ``step`` and the logged names.
         monitor: a logged value by which checkpoints are compared, or ``"step"`` or ``"epoch"``. None: the newest is
-            the best. A checkpoint is compared by a value of its own step: if a checkpoint is due at a step without a
+            the best. A checkpoint is compared by the value of the same step: if a checkpoint is due at a step without a
             new value (no validation ran there), it is written at the next step that has one.
         verbose: print each request, and each checkpoint that is not among the best.
         save_last: True or ``"link"``: every due checkpoint is written, even if it is not among the best or

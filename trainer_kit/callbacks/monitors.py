@@ -100,7 +100,7 @@ _TRAINING: Final = ("forward", "backward", "communication", "step")
 _AFTER_AN_EXCHANGE: Final = (*SECTIONS[SECTIONS.index("step") :], *SECTIONS[: SECTIONS.index("step")])
 """The parts from one exchange of gradients to the next."""
 _BY_CHANCE: Final = 0.05
-"""Seconds by which a rank may be late between two logging steps without a cause of its own."""
+"""Seconds by which a rank may be late between two logging steps without being the cause."""
 
 
 def find_straggler(rows: Sequence[Sequence[float]]) -> tuple[int, str, float] | None:

@@ -198,7 +198,7 @@ _TOTALS: Final = "override total_val_batches, total_test_batches or total_predic
 class ProgressBar(Callback):
     """The base of progress bars: follows a run, and draws nothing. `TQDMProgressBar` and `RichProgressBar` draw.
 
-    Subclass it and override hooks to draw by yourself, as in the example; the Trainer then adds no bar of its own. What
+    Subclass it and override hooks to draw by yourself, as in the example; the Trainer then adds no other bar. What
     has no underscore may be overridden, also in a subclass of a bar that draws: such a bar draws on rank 0, at most ten
     times a second, and a step costs one addition and one read of the clock.
 
@@ -234,8 +234,8 @@ class ProgressBar(Callback):
         self._line: Line | None = None
         self._view = View("", None, 0, 0, 0.0)
         self._aside: View | None = None  # the epoch, while a validation has the line
-        self._aside_line: Line | None = None  # its line, while a validation has one of its own
-        self._own_validation = False  # whether validation inside fit has a line of its own
+        self._aside_line: Line | None = None  # its line, while a validation has a separate one
+        self._own_validation = False  # whether validation inside fit has a separate line
         self._trainer: TrainerLike | None = None
         self._module: Any = None
         self._aside_since = 0.0

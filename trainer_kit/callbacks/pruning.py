@@ -25,7 +25,7 @@ _METHODS: Final[Mapping[str, type[prune.BasePruningMethod]]] = {
 
 @final
 class ModelPruning(Callback):
-    """Prune by the methods of ``torch.nn.utils.prune`` at the end of epochs; what is zero stays zero.
+    """Prune by the methods of ``torch.nn.utils.prune`` at the end of epochs; pruned elements stay zero.
 
     Masks are kept here and in every checkpoint; parameters keep their names and are plain tensors, so that a checkpoint
     is pruned for good. After a pruning, the gradients of pruned weights are dropped before each optimizer step, and the

@@ -169,7 +169,7 @@ class _RichLine:
 
 @cache
 def _bars() -> Any:
-    """rich's ``Progress`` with a text below it, imported when the first bar is drawn; without a thread of its own."""
+    """rich's ``Progress`` with a text below it, imported when the first bar is drawn; it starts no thread."""
     from rich.progress import Progress
     from rich.text import Text
 

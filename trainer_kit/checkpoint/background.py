@@ -1,4 +1,4 @@
-"""Saving beside the training thread: reused host memory for the copy of a state, and one thread per save."""
+"""Saving in the background: reused host memory for the copy of a state, and one thread per save."""
 
 from __future__ import annotations
 

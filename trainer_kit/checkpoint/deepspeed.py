@@ -187,7 +187,7 @@ def _shared(state: Mapping[str, Any]) -> dict[str, str]:
 def _assemble_frozen(
     theirs: DeepSpeedFiles, frozen: Mapping[str, torch.Size], device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Assemble frozen parameters of stage 3 from the files of all ranks, each of which holds a part."""
+    """Assemble frozen parameters of stage 3 from the files of all ranks; each file holds a part."""
     parts = [(file, _engine_state(file, device).get("frozen_param_fragments") or {}) for file in theirs.states]
     found = {}
     for name, shape in frozen.items():

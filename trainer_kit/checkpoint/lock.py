@@ -168,7 +168,7 @@ class DirectoryLock:
 
 
 def owner_of(directory: str | os.PathLike[str]) -> Owner | None:
-    """Return the live owner of a directory's lock; None if there is no lock, or its owner is dead."""
+    """Return the live owner of a directory's lock; None without a lock, or if its owner is dead."""
     with suppress(OSError):
         owner = _read(locate(directory) / LOCK)
         return None if owner is None or owner.process.dead else owner
@@ -182,7 +182,7 @@ def is_free(directory: str | os.PathLike[str]) -> bool:
 
 
 def _read(file: Location) -> Owner | None:
-    """Return the owner in a lock file; None if there is no file or it is incomplete: such a file locks nothing."""
+    """Return the owner in a lock file; None if the file is missing or incomplete: such a file locks nothing."""
     try:
         content: Any = json.loads(read_file(file, _MOST).decode())
         process = Process(str(content["host"]), int(content["pid"]), str(content["start"]))

@@ -105,7 +105,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
     """Return the verified manifest of the checkpoint at ``path``; the files that it lists are not checked.
 
     Raises:
-        CheckpointError: there is no manifest, or it is damaged, foreign, or of a newer format.
+        CheckpointError: the manifest is missing, damaged, foreign, or of a newer format.
     """
     file = path / MANIFEST
     try:

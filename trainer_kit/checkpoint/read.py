@@ -196,7 +196,7 @@ def read_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the ``info`` that a checkpoint was written with; read only its manifest.
 
     Raises:
-        CheckpointError: there is no manifest, or it is damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     root = locate(path)
     info = decode(read_manifest(root).get("info"), {}, at="info", file=root / MANIFEST)

@@ -517,7 +517,7 @@ class _Source:
         self.layout = layouts_of(root, manifest, parts)
 
     def stored(self, tree: Any, part: str, key: str) -> TensorLayout | None:
-        """Return the layout of the tensor that ``tree`` is the record of; None if there is no such tensor."""
+        """Return the layout of the tensor that ``tree`` records; None if it records none."""
         record = tensor_record(tree)
         found = None if record is None else self.layout[part].get(str(record.get("v")))
         if record is None or found is None or "dtype" not in record:

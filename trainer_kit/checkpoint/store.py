@@ -175,7 +175,7 @@ def lookup(directory: str | os.PathLike[str], name: str) -> Location | None:
 
 
 def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
-    """Return the paths of the named checkpoints of a directory; None if there is no index or it is damaged.
+    """Return the paths of the named checkpoints of a directory; None if the index is missing or damaged.
 
     Raises:
         CheckpointError: the storage fails.

@@ -50,7 +50,7 @@ _VALUES: Final[Mapping[tuple[str, str], Any]] = {
 
 @final
 class _Reader(pickle.Unpickler):
-    """Makes plain records in place of torch's classes, and refuses every other name: it calls no code but this."""
+    """Creates plain records for torch's classes, and refuses every other name, so that no other code runs."""
 
     def __init__(self, content: bytes, file: Path) -> None:
         super().__init__(io.BytesIO(content))

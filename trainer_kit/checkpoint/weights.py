@@ -263,8 +263,8 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
         index: the index to use, if there are several.
 
     Raises:
-        CheckpointError: there are no files; the index names a missing file or a file elsewhere; or the directory is a
-            torch distributed checkpoint, of which no single tensor is read.
+        CheckpointError: the files are missing; the index names a missing file or a file elsewhere; or the directory is
+            a torch distributed checkpoint, of which no single tensor is read.
     """
     for metadata in (directory / ".metadata", *sorted(directory.glob("*/.metadata"))):
         if os.path.lexists(metadata):
@@ -293,7 +293,7 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the name of the file, beside ``index``, that holds each weight.
+    """Return, for each weight, the name of its file in the directory of ``index``.
 
     Raises:
         CheckpointError: ``index`` is not an index of weights, or names a file that is missing or elsewhere.

@@ -241,7 +241,7 @@ class Arguments:
         return self._parsed(found)
 
     def parse_values(self, values: Any) -> Parsed:
-        """Read a dict or a namespace in place of words; where there are commands, ``subcommand`` names one.
+        """Read a dict or a namespace in place of command-line words; with commands, ``subcommand`` names one.
 
         Raises:
             SystemExit: 2 and one line on standard error for a wrong one.

@@ -59,7 +59,7 @@ class Answer(NamedTuple):
 
 @final
 class _Shown(str):
-    """A value of which only the source text is known."""
+    """A value known only by its source text."""
 
     __slots__ = ()
 
@@ -403,7 +403,7 @@ class _Reader(ast.NodeVisitor):
         """The variables known to hold a Trainer or an Accelerator, by dotted name."""
         self._own: tuple[tuple[type, ...], bool] = (), False
         """The bases of the class being read, and whether all of them are known."""
-        # Scripts for Accelerate name and read files of their own as they like.
+        # Scripts for Accelerate choose the names of their own files.
         self._lightning = any(old.partition(".")[0] != "accelerate" for old in source.bound.values())
 
     def _report(self, node: ast.stmt | ast.expr, answer: Answer | None) -> None:

@@ -103,7 +103,7 @@ class _Rewrite(cst.CSTTransformer):
         return updated_node.with_changes(module=_expression(new))
 
     def _is_imported(self, node: cst.BaseExpression) -> bool:
-        """Whether an expression is a name that an import binds where it stands: no parameter, function or class."""
+        """Whether an import binds the name that the expression is, and not a parameter, function or class."""
         scope = self.get_metadata(ScopeProvider, node, None)
         if scope is None or not isinstance(node, cst.Name):
             return False

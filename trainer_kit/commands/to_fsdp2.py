@@ -164,7 +164,7 @@ def _replaced(node: yaml.Node, text: str) -> _Edit:
 
 
 def _whole_line(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:
-    """Remove the lines of a key and its value, with a comment behind it."""
+    """Remove the lines of a key and its value, with a comment after it."""
     start = key.start_mark.index - key.start_mark.column
     end = text.find("\n", max(key.end_mark.index, value.end_mark.index))
     return _Edit(start, len(text) if end < 0 else end + 1, "")

@@ -103,12 +103,12 @@ PATHS["optimizer"]["__call__"] = "precision.optimizers:make_optimizer"  # `tk.op
 PATHS["utils.tqdm"]["__call__"] = "accelerator.script_names:tqdm"  # which `utils.tqdm` is, too
 
 _INSTEAD: Final = {
-    "MegatronLMPlugin(...) with a model of megatron-core, and a loop of your own": "AbstractTrainStep BertTrainStep "
+    "MegatronLMPlugin(...) with a model of megatron-core, and your own loop": "AbstractTrainStep BertTrainStep "
     "GPTTrainStep T5TrainStep MegatronEngine MegatronLMDummyDataLoader MegatronLMOptimizerWrapper "
     "MegatronLMSchedulerWrapper add_model_config_to_megatron_parser avg_losses_across_data_parallel_group "
     "gather_across_data_parallel_groups megatron_lm_initialize megatron_lm_prepare_data_loader "
     "megatron_lm_prepare_model_optimizer_scheduler megatron_lm_prepare_optimizer megatron_lm_prepare_scheduler",
-    "prepare() does it; its parts are not functions of their own": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper "
+    "call prepare(), which does all of it": "DeepSpeedEngineWrapper DeepSpeedOptimizerWrapper "
     "DeepSpeedSchedulerWrapper map_pytorch_optim_to_deepspeed compile_regions_deepspeed compile_regions_fsdp2 "
     "fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict fsdp2_prepare_model "
     "fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler ensure_weights_retied patch_optimizer_step "
@@ -145,7 +145,7 @@ _INSTEAD: Final = {
     "transformers.get_scheduler, or torch.optim.lr_scheduler": "get_scheduler",
     "pip install torch_xla, in the version of torch": "install_xla",
     "import rich.traceback; rich.traceback.install()": "rich utils.rich",
-    "trainer_kit.testing, and data and models of your own": "test_utils",
+    "trainer_kit.testing, with your own data and models": "test_utils",
 }
 ELSEWHERE: Final = {name: instead for instead, words in _INSTEAD.items() for name in words.split()}
 """Names that are missing here, and what to use."""

@@ -340,7 +340,7 @@ ELSEWHERE: Final[dict[str, str]] = {
     "XLAStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
     "accelerators.Accelerator": (
         "Trainer(accelerator=...) takes a word; trainer.strategy.device is the device. "
-        "trainer_kit.Accelerator is something else: Hugging Face Accelerate's class for a loop of your own"
+        "trainer_kit.Accelerator is something else: Hugging Face Accelerate's class for raw loops"
     ),
     "accelerators.accelerator": "Trainer(accelerator=...) takes a word; trainer_kit.Accelerator is for your own loop",
     "accelerators.cpu": _HARDWARE,
@@ -356,7 +356,7 @@ ELSEWHERE: Final[dict[str, str]] = {
         "leave the class out: Fabric(accelerator=...) takes a word. trainer_kit.Accelerator is something else"
     ),
     "fabric.utilities.throughput.ThroughputMonitor": (
-        "trainer_kit.callbacks.ThroughputMonitor in a Trainer; count samples in a loop of your own"
+        "trainer_kit.callbacks.ThroughputMonitor in a Trainer; count samples yourself in a raw loop"
     ),
     "find_shared_parameters": "leave it out: tied weights stay tied on every device",
     "find_usable_cuda_devices": 'Trainer(devices=2) or devices="auto" finds them',

@@ -276,7 +276,7 @@ class _AnyParallel(type):
 
 
 class ParallelStrategy(metaclass=_AnyParallel):
-    """For ``isinstance``: a strategy that runs on several processes. Subclass `Strategy` for one of your own."""
+    """For ``isinstance``: a strategy that runs on several processes. Subclass `Strategy` to write one."""
 
     def __init_subclass__(cls) -> None:
         raise ConfigurationError(

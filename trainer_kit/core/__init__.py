@@ -1,4 +1,4 @@
-"""What every other room stands on: errors, the hook specification, progress, the module. Imports nothing of ours."""
+"""The base of every other room: errors, the hook specification, progress, the module. Imports no other room."""
 
 from trainer_kit.core.lazy import other_names
 

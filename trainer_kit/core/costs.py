@@ -143,7 +143,7 @@ def _bytes_of_a_number(group: Mapping[str, Any]) -> int:
 
 
 def _held(sizes: Sequence[tuple[int | None, str]]) -> str:
-    """The sizes in words; those that are not known are named last."""
+    """The sizes as text; unknown ones are named last."""
     known = ", ".join(f"{in_units(number)} of {what}" for number, what in sizes if number is not None)
     unknown = " and ".join(what for number, what in sizes if number is None)
     return "; ".join(filter(None, [known, unknown and f"sizes known only in the run: {unknown}"]))

@@ -50,7 +50,7 @@ class EndsWithParent:
         self._indices = RawArray("q", [-1] * workers)  # shared with the workers
 
     def reading(self, worker_id: int) -> str:
-        """Which sample a worker reads, in words; "" if that is not known."""
+        """A text about the sample that a worker reads; "" if unknown."""
         index = self._indices[worker_id] if worker_id < len(self._indices) else -1
         return f" reads index {index} of the dataset" if index >= 0 else ""
 

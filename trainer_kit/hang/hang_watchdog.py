@@ -308,7 +308,7 @@ class HangWatchdog:
             left.append((self._clock.timeout or PATIENT) - self.seconds)  # a slow exchange, or a dead connection
         code = self._overdue(now)
         if code == EXIT_CODE and all(one.phase == OUTSIDE and not one.call for one in known.values()):
-            left.append(PATIENT)  # the script may be in one long call of its own
+            left.append(PATIENT)  # the script may be in one long call
         self._stopped = {rank: since for rank, since in self._stopped.items() if rank in last_words}
         if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
             self._not_before = now + min(10.0, self._clock.limit, max(left, default=1.0))

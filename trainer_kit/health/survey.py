@@ -223,7 +223,7 @@ def _range(values: Sequence[float], name: str) -> str:
 
 
 def _rate(value: float, name: str) -> str:
-    """A speed in words."""
+    """A speed as text."""
     return f"{in_units(value)[:-1]}{_UNITS.get(name, 'B/s')}"
 
 
@@ -441,7 +441,7 @@ def _fastest_on_cuda(
 
 
 def clock_offsets(group: Group) -> list[tuple[float, float]]:
-    """For each rank the bounds, in seconds, of how far its clock is ahead of rank 0's.
+    """For each rank the bounds, in seconds, of its clock's offset from rank 0.
 
     No rank leaves an exchange before all have entered it. So the time at which one rank enters is before the time at
     which another one leaves, whatever the load, and each exchange narrows the bounds. Every rank must call it.

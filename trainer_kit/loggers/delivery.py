@@ -1,4 +1,4 @@
-"""Calls loggers off the training thread: each logger has a bounded queue and a thread of its own."""
+"""Calls loggers off the training thread: each logger has its own bounded queue and thread."""
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ class Delivery:
         return None if begun is None or self._thread is None or now >= begun + _GRACE else begun + _GRACE
 
     def _wait_for_start(self, until: float) -> None:
-        """Wait for the first call, then for the calls behind it as long as any close does."""
+        """Wait for the first call, then as long as any close does for the calls after it."""
         self._warn(f"its first call has not returned yet; waiting for it, up to {until - time.monotonic():.0f} s")
         with self._changed:
             ended = self._changed.wait_for(
@@ -457,7 +457,7 @@ class Deliveries:
         self._logged = self._waited = False
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy in another process has the same loggers and threads of its own."""
+        """A copy in another process has the same loggers and its own threads."""
         return {**self.__dict__, "_each": {}, "_index": None}
 
     def open(self, loggers: Iterable[Any], journal: JSONLLogger | None) -> None:

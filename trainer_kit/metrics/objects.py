@@ -55,5 +55,5 @@ def restore_running(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) 
         saved = apply_to_collection(dict(saved), Tensor, lambda value, to=metric.device: value.to(to))
         for key, value in saved["state"].items():
             setattr(metric, key, value)
-        # Only `update` counts, and there is no other way to say that it was called.
+        # Only `update` counts; a metric offers no other sign that it was called.
         metric._update_count, metric._computed, metric._forward_cache = saved["updates"], None, saved["latest"]

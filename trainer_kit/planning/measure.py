@@ -277,7 +277,7 @@ def _defaults() -> Settings:
 
 
 def _without_data(settings: Settings) -> Settings:
-    """Settings for a list of equal batches, of which each rank reads all, and whose weights are not read."""
+    """Settings for a list of equal batches: each rank reads all of them, and their weights are not read."""
     limits: dict[str, int | float] = {**settings.limits, "train": 1.0, "val": 0}
     return replace(settings, shard=False, loss_weighting=False, global_batch_size=None, overfit=0, limits=limits)
 

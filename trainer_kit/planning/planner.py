@@ -145,7 +145,7 @@ def _noted(found: Measured, trainer: Session, given: Mapping[str, Any]) -> Measu
 
 
 def _uncounted(own: Strategy | None) -> tuple[str, ...]:
-    """What the user's DDP does in a step and a measurement leaves out, in words."""
+    """A text about what the user's DDP does in a step and a measurement leaves out."""
     if not isinstance(own, DDPStrategy):
         return ()
     hook = "the communication hook of DDPStrategy is not in it: its buffers and state, and the bytes that it saves"

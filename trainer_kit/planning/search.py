@@ -248,7 +248,7 @@ class _Search:
         return replace(self._known[like], candidate=candidate)
 
     def _scaled(self, measured: Measured) -> Measured:
-        """Scale a window of which two micro-batches were run: each further one adds as much as the second."""
+        """Scale a window from two measured micro-batches: each further one adds as much as the second."""
         candidate = measured.candidate
         more = candidate.accumulate - _MEASURED_WINDOW
         if more <= 0:

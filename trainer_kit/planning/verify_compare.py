@@ -91,7 +91,7 @@ class Judge:
         return max(_FACTOR * own, floor, torch.finfo(torch.float32).tiny)
 
     def excess(self, found: Tensor, exact: Tensor, rounded: Tensor, eps: float | None = None) -> float:
-        """The difference, in units of what is allowed; above 1 it is more than rounding."""
+        """The difference in units of the allowed rounding; above 1 it is more than rounding."""
         difference = _norm(found.double() - exact.double())
         if difference != difference:
             return float("inf")

@@ -219,7 +219,7 @@ def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
 
 
 def _parts(path: Location, weights_only: bool) -> list[str]:
-    """The parts to read: with the weights also those that ``on_save_checkpoint`` hooks have added."""
+    """The parts to read: the weights, and the entries that ``on_save_checkpoint`` hooks have added."""
     known = [part for part in read_manifest(path)["parts"] if not part.startswith(own_part(""))]
     return [part for part in known if part not in OF_A_RUN] if weights_only else known
 

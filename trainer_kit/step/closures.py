@@ -37,7 +37,7 @@ def requires_closure(optimizer: Optimizer) -> bool:
 
 
 def calls_once(optimizer: Optimizer) -> bool:
-    """Whether a closure is known to be called at most once: the gradients that are there are all that counts.
+    """Whether a closure is known to be called at most once, so that the present gradients are all that counts.
 
     Example:
         >>> calls_once(torch.optim.SGD(nn.Linear(2, 1).parameters()))

@@ -151,7 +151,7 @@ def _is_free(number: int) -> bool:
 
 
 def requeue_once(requests: Requests) -> str:
-    """After SIGUSR1 inside a SLURM job: ask for it to run again; what became of it in words, else ""."""
+    """After SIGUSR1 inside a SLURM job: request a requeue, and return a line about the result; "" otherwise."""
     if requests.signal != _USR1 or requests.requeued:
         return ""
     requests.requeued = True

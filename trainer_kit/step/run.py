@@ -1,4 +1,4 @@
-"""One fit, composed: everything that the loop and its settling use, and the save that is in flight."""
+"""One composed fit: everything that the loop and its settling use, and the pending save."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Schedule:
         validates: whether there is anything to validate on.
         log_every: steps between flushes of logged values.
         agree_every: steps between agreements of several ranks about requests; 0 for one process.
-        intervals: what callbacks do at intervals of their own.
+        intervals: the actions of callbacks at their own intervals.
     """
 
     batches: int | None

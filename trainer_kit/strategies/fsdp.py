@@ -76,7 +76,7 @@ class FSDPStrategy(Strategy):
         sharding_strategy: ``"FULL_SHARD"``; ``"SHARD_GRAD_OP"``: parameters stay gathered until backward;
             ``"HYBRID_SHARD"``: shards within a machine, replicas across machines; ``"HYBRID_SHARD_ZERO2"``: both.
         reshard_after_forward: as in torch's ``fully_shard``; overrides ``sharding_strategy``.
-        auto_wrap_policy: the modules that are units of their own: classes, names, a number of parameters, or a
+        auto_wrap_policy: the modules that become separate units: classes, names, a number of parameters, or a
             callable; by default the blocks of each list or sequence that repeats a class.
         activation_checkpointing_policy: the modules that recompute their activations in backward; True: the units.
         offload_activations: keep the inputs of the modules that recompute in host memory until backward.
@@ -446,7 +446,7 @@ def _through(root: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
 def _autocast_copies(
     gathered: Iterable[nn.Parameter], precision: Precision, policy: MixedPrecisionPolicy | None
 ) -> str:
-    """The copies that autocast makes of gathered weights, in words; units that are gathered in 16 bits need none."""
+    """A text about the copies that autocast makes of gathered weights; units gathered in 16 bits need none."""
     dtype = precision.param_dtype
     if dtype is None or (policy is not None and policy.param_dtype is not None):
         return ""
@@ -457,7 +457,7 @@ def _autocast_copies(
 
 
 def _separate_units(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
-    """Return the modules that need units of their own: torch casts and reduces a unit in one dtype."""
+    """Return the modules that need separate units: torch casts and reduces a unit in one dtype."""
     trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     if policy.param_dtype is None and len(trained) < 2:
         return []

@@ -131,7 +131,7 @@ def _let_gloo_finish() -> None:
 
 @final
 class ProcessGroup:
-    """All processes of a group, and a gloo group beside it where that one has no CPU side.
+    """All processes of a group, with a gloo group for the CPU if the group itself has no CPU backend.
 
     Args:
         device: where this rank's tensors live.
@@ -321,7 +321,7 @@ def _exchange(tensors: Iterable[Tensor], exchange: Callable[[Tensor], Tensor]) -
 
 @contextmanager
 def borrowed_buffers(module: nn.Module, group: ProcessGroup) -> Iterator[None]:
-    """Inside, every rank has rank 0's buffers; afterwards its own again, except those that were written inside."""
+    """Give every rank rank 0's buffers inside the context; restore its own after it, except those written inside."""
     own = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     broadcast_buffers(module, group)
     lent = [

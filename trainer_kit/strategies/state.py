@@ -93,7 +93,7 @@ def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | No
 
 @final
 class Moved:
-    """Maps the parameters that a module had before it was divided to those that it has now."""
+    """Maps the parameters that a module had before sharding to its present ones."""
 
     def __init__(self) -> None:
         # By id, and only while the old parameter lives: ids are reused. The new parameter is found by its name: torch

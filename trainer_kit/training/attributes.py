@@ -1,4 +1,4 @@
-"""Attributes of a Trainer for scripts of Lightning: loop objects, arguments, and answers for those that are missing."""
+"""Attributes of a Trainer for Lightning scripts: loop objects, arguments, and errors for missing ones."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ __all__ = [
 
 
 def settle_step(run: Fit) -> bool:
-    """Do what is due after this step. Returns whether to leave the epoch."""
+    """Carry out the actions that are due after this step. Returns whether to leave the epoch."""
     progress, schedule, requests = run.progress, run.schedule, run.requests
     _pass_time(run)
     agrees = schedule.agrees(progress)
@@ -74,7 +74,7 @@ def settle_step(run: Fit) -> bool:
 
 
 def _act(run: Fit, together: bool) -> None:
-    """Call what is due at intervals; its time is not training time."""
+    """Call the interval actions that are due; their time is not training time."""
     due = run.schedule.intervals_due(run.progress, together)
     for interval in due:
         interval.act()
@@ -104,7 +104,7 @@ def settle_resume(run: Fit) -> bool:
 
 
 def settle_epoch(run: Fit, completed: bool) -> bool:
-    """Do what is due when an epoch, or the run, ends. Returns whether to train another epoch."""
+    """Carry out the actions that are due when an epoch, or the run, ends. Returns whether to train another epoch."""
     progress, schedule, bus = run.progress, run.schedule, run.bus
     run.whole = completed
     run.metrics.leave_batch()

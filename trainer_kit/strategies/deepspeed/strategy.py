@@ -462,7 +462,7 @@ class _Step(nn.Module):
 
 
 def _check_module(module: nn.Module, manual: bool) -> None:
-    """Refuse a module whose own code steps."""
+    """Refuse a module that steps its optimizers itself."""
     if manual:
         raise StrategyError(
             "DeepSpeed's engine runs the optimizer step, so manual optimization is not supported",

@@ -190,7 +190,7 @@ class MegatronStrategy(Strategy):
             self._inside = False
 
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
-        """Make the optimizer of Megatron that steps in place of this one, and takes its options in each step."""
+        """Create the Megatron optimizer that steps in place of this one, and reads its options in each step."""
         if self._optimizer is not None:
             raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
         if self._chunk is None:
@@ -312,7 +312,7 @@ class MegatronStrategy(Strategy):
         return None if norm is None else norm / scale
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
-        """The state by the module's names: masters in place of rounded weights, parts as ``DTensor``."""
+        """The state by the module's names: master weights in place of rounded ones, parts as ``DTensor``."""
         parameters = dict(module.named_parameters(remove_duplicate=False))
         own = fail_together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
         state = {name: value for name, value in own.items() if isinstance(value, Tensor)}

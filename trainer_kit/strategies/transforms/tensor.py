@@ -267,7 +267,7 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
         if p.grad is not None and not (isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ()))
     ]
     group, size = mesh.get_group(), mesh.size()
-    if not whole or dist.get_backend(group) == "fake":  # torch's fake ranks have no gradients of their own
+    if not whole or dist.get_backend(group) == "fake":  # torch's fake ranks have no separate gradients
         return
     mine = torch.cat([gradient.reshape(-1).float() for _, gradient in whole])
     mean = mine.clone()
