@@ -39,7 +39,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
-MAX_PACKAGE = 51_296  # docs/decisions/0137: a change that needs more raises it, and says why
+MAX_PACKAGE = 51_486  # docs/decisions/0137: a change that needs more raises it, and says why
 TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {
@@ -61,6 +61,7 @@ WIDE_CONSTRUCTORS = {
     "Fit": "a record: everything of one run, composed in one place",
     "ModelCheckpoint": "the reference library's full signature",
     "LightningCLI": "the reference library's arguments",
+    "DDPStrategy": "arguments of torch and of the reference library",
     "DeepSpeedPlugin": "the reference library's arguments",
 }
 # Whose member a literal `hasattr` or `getattr` may ask for, and why the object cannot have a contract of ours.

@@ -25,7 +25,7 @@ from trainer_kit.core.arguments import as_list, known_arguments, refuse_unknown
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import ConfigurationError, did_you_mean
+from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.location import locate
@@ -234,6 +234,12 @@ class Trainer(Session):
             accelerator, precision, accumulate_grad_batches, callbacks
         )
         chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
+        if not chosen.spans_world:
+            raise StrategyError(
+                "a Trainer trains on all processes",
+                found=f"{type(chosen).__name__}(process_group=...)",
+                fix="leave process_group out, or use Fabric(strategy=...) and a loop of your own",
+            )
         quiet = bool(barebones or settings.fast)
         root = str(locate(default_root_dir or os.getcwd()))
         super().__init__(

@@ -33,6 +33,7 @@ from trainer_kit.compat.options import (
     micro_batches,
 )
 from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
+from trainer_kit.compat.torch_collective import TorchCollective
 from trainer_kit.core.arguments import as_list, word_of
 from trainer_kit.core.configuration_sources import Chosen, choose, is_true, steps_of, variable
 from trainer_kit.core.environment import Environment
@@ -339,9 +340,11 @@ def started_watchdog(
     project: ProjectConfiguration,
     note: Callable[[str, str], Any],
 ) -> HangWatchdog | None:
-    """Start the hang watchdog; return None for a single process, or without a store."""
+    """Start the hang watchdog; return None for a single process, without a store, or if processes have other tasks."""
     seconds, calls = chosen_timeout(timeout), processes.calls
     if not processes.use_distributed or not dist.is_initialized():
+        return None
+    if TorchCollective.manages_default_group or not processes.spans_world:
         return None
 
     def progress() -> tuple[int, Any]:

@@ -45,6 +45,12 @@ class FabricModule(nn.Module):
         for name in _STEPS if isinstance(module, TrainModule) else ():
             self.mark_forward_method(name)
 
+    @property
+    def _forward_module(self) -> nn.Module:
+        """Lightning's name for the prepared module, which torch's ``Join`` needs."""
+        prepared: nn.Module = self._prepared
+        return prepared
+
     def mark_forward_method(self, method: str | Callable[..., Any]) -> None:
         """Run a method as the forward is run: through the wrapper, in the precision.
 

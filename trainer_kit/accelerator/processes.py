@@ -281,6 +281,7 @@ class AcceleratorProcesses(Processes):
         super().__init__(environment, rank, size, environment.local_rank if launched else rank)
         self._strategy = strategy
         self._engine = strategy.engine
+        self.spans_world = strategy.spans_world
         self.calls = JointCalls(size)
         self._collectives = Collectives(strategy.world, strategy.data, debug, self.calls)
         _OF_ACCELERATORS.add(self._collectives)

@@ -231,9 +231,21 @@ PATHS.update(
         },
     }
 )
-PATHS["fabric.utilities.types"] = {**_TYPES, **_utilities(LRScheduler="LRScheduler", Optimizable="Optimizer")}
+_GROUPS = _at("compat.torch_collective", "CollectibleGroup")
+PATHS["fabric.utilities.types"] = {
+    **_TYPES,
+    **_utilities(LRScheduler="LRScheduler", Optimizable="Optimizer"),
+    **_GROUPS,
+    **_at("compat.torch_collective", "RedOpType", "ReduceOp"),
+}
+_COLLECTIVES = _at("compat.torch_collective", "Collective", "TorchCollective")
+PATHS["fabric.plugins.collectives"] = _COLLECTIVES
+PATHS["fabric.plugins.collectives.collective"] = PATHS["fabric.plugins.collectives.torch_collective"] = {
+    **_COLLECTIVES,
+    **_GROUPS,
+}
 _ONLY_ELSEWHERE = (
-    *("fabric.accelerators", "fabric.plugins.collectives", "fabric.utilities.init", "fabric.utilities.load"),
+    *("fabric.accelerators", "fabric.utilities.init", "fabric.utilities.load"),
     *("fabric.utilities.throughput", "fabric.utilities.device_parser", "fabric.utilities.registry"),
     "accelerators",
     "callbacks.checkpoint",
@@ -282,7 +294,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "CheckpointHooks": "TrainModule and DataModule have its hooks: on_save_checkpoint, on_load_checkpoint",
     "CheckpointIO": _CHECKPOINT_IO,
     "ClusterEnvironment": _ENVIRONMENT,
-    "CollectibleGroup": "torch.distributed.ProcessGroup",
     "DDPFullyShardedNativeStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
     "DDPFullyShardedStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
     "DDPPlugin": 'trainer_kit.strategies.DDPStrategy(find_unused_parameters=...), or Trainer(strategy="ddp")',
@@ -322,12 +333,12 @@ ELSEWHERE: Final[dict[str, str]] = {
     "SIGTERMException": "SystemExit: SIGTERM saves a checkpoint and ends the process with exit code 143",
     "SLURMEnvironment": _ENVIRONMENT,
     "SimpleLSTM": "examples/lm.py has a language model",
+    "SingleDeviceCollective": "leave it out: TorchCollective works on one process, too",
     "SingleDeviceXLAStrategy": "trainer_kit.strategies.XLAStrategy",
     "StrategyRegistry": "trainer_kit.core.registry.STRATEGIES",
     "TPUAccelerator": _HARDWARE,
     "TestTubeLogger": "trainer_kit.loggers.CSVLogger or TensorBoardLogger",
     "TorchCheckpointIO": _CHECKPOINT_IO,
-    "TorchCollective": "torch.distributed, or fabric.all_reduce, all_gather, broadcast and barrier",
     "TorchElasticEnvironment": _ENVIRONMENT,
     "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
     "Tqdm": "tqdm.auto.tqdm",

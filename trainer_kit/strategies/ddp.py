@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any, Final, Literal, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -56,8 +57,10 @@ class DDPStrategy(Strategy):
         local_sgd: average the weights every so many steps, instead of the gradients in each step.
         process_group_backend: ``"gloo"``, ``"nccl"``, …; by default torch's choice for the device.
         timeout: the limit for one collective.
+        process_group: torch's group of the processes that train together, in a raw loop; by default all processes.
     """
 
+    world: ProcessGroup
     name = "ddp"
     engine = "ddp"
     needs_processes = True
@@ -77,6 +80,7 @@ class DDPStrategy(Strategy):
         local_sgd: PostLocalSGD | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = timedelta(minutes=30),
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         if local_sgd is not None and static_graph:
@@ -97,6 +101,13 @@ class DDPStrategy(Strategy):
         self.comm_hook, self.comm_state, self.comm_wrapper = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
         check_timeout(timeout, "DDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
+        if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+            raise StrategyError(
+                "process_group= is a group of torch.distributed",
+                found=f"{process_group!r}",
+                fix="torch.distributed.new_group([1, 2]), or leave it out for all processes",
+            )
+        self.process_group, self.spans_world = process_group, process_group is None
         self._step = _Step(nn.Module())
         self._ddp: DistributedDataParallel | None = None
         self._frozen: list[nn.Parameter] = []  # which the wrapper therefore does not know
@@ -109,8 +120,26 @@ class DDPStrategy(Strategy):
         return self.world.size
 
     def start(self) -> None:
-        """Join the process group, or make one."""
-        self.world: ProcessGroup = join_world(self.device, self.backend, self.timeout)
+        """Join the process group, or make one.
+
+        Raises:
+            StrategyError: this process is not in ``process_group``, or that group has no side on the CPU.
+        """
+        if not isinstance(self.process_group, (dist.ProcessGroup, type(None))):
+            raise StrategyError(
+                "this process is not in the process group that trains",
+                found=f"rank {dist.get_rank()} of the world",
+                fix="make the strategy, and Fabric or Accelerator with it, on the ranks of the group alone",
+            )
+        everyone = join_world(self.device, self.backend, self.timeout)
+        own = self.process_group
+        if own is not None and "gloo" not in str(dist.get_backend_config(own)):
+            raise StrategyError(
+                "the process group has no side on the CPU, which the processes agree through",
+                found=str(dist.get_backend_config(own)),
+                fix='init_process_group("cpu:gloo,cuda:nccl"), or TorchCollective().setup()',
+            )
+        self.world = everyone if own is None else ProcessGroup(self.device, own)
         self.data = self.losses = self.reports = self.world
         self.reporter = self.world.rank
         self._replicas = Replicas(self.local_sgd, self.world)
@@ -179,7 +208,7 @@ class DDPStrategy(Strategy):
         options = {**self.wrapper_options, "find_unused_parameters": partial}
         if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
-        wrapped = DistributedDataParallel(module, **options)
+        wrapped = DistributedDataParallel(module, process_group=self.world.group, **options)
         if self.comm_hook is not None:
             register_comm_hook(wrapped, self.comm_hook, self.comm_state, self.comm_wrapper)
         return wrapped
@@ -431,7 +460,9 @@ def register_comm_hook(
 
     chosen: Callable[..., Any]
     if hook in ("powersgd", "batched_powersgd") and (state is None or isinstance(state, Mapping)):
-        state = powerSGD_hook.PowerSGDState(None, **(state or {}))
+        state = powerSGD_hook.PowerSGDState(ddp.process_group, **(state or {}))
+    if hook in ("fp16", "bf16") and state is None:
+        state = ddp.process_group
     # PowerSGD waits for exchanges in gloo's two threads: with two buckets under way none would be left for them.
     one_by_one = not callable(hook) and hook in ("powersgd", "batched_powersgd") and ddp.device_type == "cpu"
     if callable(hook):

@@ -87,6 +87,8 @@ class Strategy(ABC):
     """Whether gradients of a raw loop are complete only after `complete_gradients`, which every rank must call."""
     needs_processes: bool = False
     """Whether it does nothing for one process alone, where `SingleDeviceStrategy` then takes its place."""
+    spans_world: bool = True
+    """Whether all launched processes train together; False: in a raw loop, the others have tasks of their own."""
     finds_devices: bool = False
     """Whether `start` finds the device itself, because torch does not show it as an accelerator."""
     why_not_averaged: str | None = None
