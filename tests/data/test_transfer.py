@@ -11,7 +11,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from trainer_kit.core.tensors import move_to_device
-from trainer_kit.data import EMPTY, Ahead, transfer
+from trainer_kit.data import EMPTY, Ahead, feed
 
 Pair = namedtuple("Pair", "x name")
 
@@ -185,7 +185,7 @@ def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(monkeypatch: 
     monkeypatch.setattr(torch, "Stream", stream)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream(device, log, "main"))
-    transfer._side_stream.cache_clear()
+    feed._side_stream.cache_clear()
     try:
         for _ in range(3):
             log.clear()
@@ -197,7 +197,7 @@ def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(monkeypatch: 
         assert list(Ahead(iter([1]), lambda number: number, torch.device("xla", 0))) == [1]  # torch has no stream there
         assert len(made) == 1
     finally:
-        transfer._side_stream.cache_clear()
+        feed._side_stream.cache_clear()
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ if __name__ != "trainer_kit.callbacks":  # imported through the link at the top 
     alias_package(__name__, "trainer_kit.callbacks")
 
 if TYPE_CHECKING:
-    from trainer_kit.callbacks.auto_micro_batch import AutoMicroBatch
+    from trainer_kit.callbacks.bad_steps import NaNGuard, SpikeDetection
     from trainer_kit.callbacks.early_stopping import EarlyStopping
     from trainer_kit.callbacks.finetuning import BackboneFinetuning, BaseFinetuning, LayerWiseUnfreezing
     from trainer_kit.callbacks.gradient_accumulation import GradientAccumulation, GradientAccumulationScheduler
@@ -19,14 +19,12 @@ if TYPE_CHECKING:
     from trainer_kit.callbacks.model_checkpoint import ModelCheckpoint
     from trainer_kit.callbacks.model_summary import ModelSummary
     from trainer_kit.callbacks.monitors import DeviceStatsMonitor, LearningRateMonitor, ThroughputMonitor
-    from trainer_kit.callbacks.nan_guard import NaNGuard
     from trainer_kit.callbacks.prediction_writer import BasePredictionWriter, PredictionWriter
     from trainer_kit.callbacks.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
     from trainer_kit.callbacks.progress_bar import ProgressBar, TQDMProgressBar
     from trainer_kit.callbacks.pruning import ModelPruning
-    from trainer_kit.callbacks.replay_check import ReplayCheck
+    from trainer_kit.callbacks.repeated_steps import AutoMicroBatch, ReplayCheck
     from trainer_kit.callbacks.rich_displays import RichModelSummary, RichProgressBar
-    from trainer_kit.callbacks.spike_detection import SpikeDetection
     from trainer_kit.callbacks.timer import Timer
     from trainer_kit.callbacks.tuning import BatchSizeFinder, LearningRateFinder
     from trainer_kit.callbacks.weight_averaging import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
@@ -72,7 +70,7 @@ __all__ = [
 ]
 
 _HOME = {
-    "AutoMicroBatch": "auto_micro_batch",
+    "AutoMicroBatch": "repeated_steps",
     "AdvancedProfiler": "profilers",
     "BackboneFinetuning": "finetuning",
     "BaseFinetuning": "finetuning",
@@ -92,17 +90,17 @@ _HOME = {
     "ModelCheckpoint": "model_checkpoint",
     "ModelPruning": "pruning",
     "ModelSummary": "model_summary",
-    "NaNGuard": "nan_guard",
+    "NaNGuard": "bad_steps",
     "OnExceptionCheckpoint": "leaving",
     "PredictionWriter": "prediction_writer",
     "Preemption": "leaving",
     "ProgressBar": "progress_bar",
     "PyTorchProfiler": "profilers",
-    "ReplayCheck": "replay_check",
+    "ReplayCheck": "repeated_steps",
     "RichModelSummary": "rich_displays",
     "RichProgressBar": "rich_displays",
     "SimpleProfiler": "profilers",
-    "SpikeDetection": "spike_detection",
+    "SpikeDetection": "bad_steps",
     "StochasticWeightAveraging": "weight_averaging",
     "TQDMProgressBar": "progress_bar",
     "ThroughputMonitor": "monitors",

@@ -5,29 +5,40 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import re
 import sys
 from abc import ABC
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final, Literal, NoReturn, final
 
 import jsonargparse
+import yaml
 from lightning_utilities.core.overrides import is_overridden
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer_kit import callbacks as _callbacks
-from trainer_kit.commands.complaint import FileProblem, check_file, check_keys, check_words, complaint
-from trainer_kit.core.errors import ConfigurationError, printable
+from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+from trainer_kit.core.display import mask_secrets
+from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Logger
+from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.trainer import Trainer
 
-__all__ = ["Arguments", "Extension", "Parsed", "add_schedule_arguments", "class_of", "use_optimizer"]
+__all__ = [
+    "Arguments",
+    "Extension",
+    "Parsed",
+    "add_schedule_arguments",
+    "class_of",
+    "use_optimizer",
+]
 
 # Instantiate no class for an argument without a type, and none of the classes that jsonargparse denies by itself.
 jsonargparse.set_parsing_settings(instantiate_subclass_spec_in_any=False, import_path_denylist=[])
@@ -229,15 +240,15 @@ class Arguments:
         known = [option for option in self._parsers[command]._option_string_actions if option.startswith("--")]
         try:
             for file in files:
-                check_file(file)
-            check_words(prog, words)
-            check_keys(prog, words, files, known, self._kinds)
+                _check_file(file)
+            _check_words(prog, words)
+            _check_keys(prog, words, files, known, self._kinds)
             found = self.parser.parse_args(list(words))
-            check_keys(prog, words, files, known, self._kinds)  # parsing has imported more classes
-        except FileProblem as problem:
+            _check_keys(prog, words, files, known, self._kinds)  # parsing has imported more classes
+        except _FileProblem as problem:
             _refuse(str(problem))
         except jsonargparse.ArgumentError as error:
-            _refuse(complaint(str(error), prog, words, files, known, self._kinds))
+            _refuse(_complaint(str(error), prog, words, files, known, self._kinds))
         return self._parsed(found)
 
     def parse_values(self, values: Any) -> Parsed:
@@ -338,3 +349,370 @@ def class_of(maker: Any) -> Any:
 
 def _init_args(named: Any) -> dict[str, Any]:
     return dict(named.init_args.as_dict()) if "init_args" in named else {}
+
+
+_MOST_BYTES: Final = 1_000_000
+_MOST_DEPTH: Final = 50
+_MOST_VALUES: Final = 2_000  # jsonargparse copies a list once for each of its values
+_UNTYPED: Final = (inspect.Parameter.empty, Any, "Any", "typing.Any", object, "object")
+
+
+class _FileProblem(Exception):
+    """A configuration file or value that is refused before jsonargparse reads it; its text is the line to print."""
+
+
+def _check_file(path: str) -> None:
+    """Refuse a file that is not YAML, or that would exhaust time or memory.
+
+    Raises:
+        _FileProblem: file, line and reason.
+    """
+    try:
+        if not os.path.isfile(path):
+            raise _FileProblem(f"{path}: the file does not exist")
+        if os.path.getsize(path) > _MOST_BYTES:
+            raise _FileProblem(f"{path}: larger than {_MOST_BYTES // 1000} kB, which no configuration is")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise _FileProblem(f"{path}: it cannot be read: {error}") from error
+    try:
+        root = guarded_root(text, _MOST_VALUES, _MOST_DEPTH)
+    except YamlProblem as problem:
+        kind = "" if problem.too_much else "this is not YAML: "
+        raise _FileProblem(f"{path}:{problem.line}: {kind}{problem.reason}") from None
+    _check_nodes(path, root)
+
+
+def _check_words(prog: str, words: Sequence[str]) -> None:
+    """Refuse values on the command line that would exhaust time or memory.
+
+    Raises:
+        _FileProblem: option and reason.
+    """
+    for option, value in _given(words):
+        try:
+            guarded_root(value, _MOST_VALUES, _MOST_DEPTH)
+        except YamlProblem as problem:
+            if problem.too_much:  # other values may be plain texts
+                raise _FileProblem(f"{prog}: {option}: {problem.reason}") from None
+
+
+def _check_keys(
+    prog: str, words: Sequence[str], files: Iterable[str], options: Iterable[str], kinds: Mapping[str, type[Any]]
+) -> None:
+    """Refuse keys that jsonargparse would ignore: unknown ones without a value, and classes for untyped arguments.
+
+    Raises:
+        _FileProblem: place and reason.
+    """
+    keys = _Keys([option.removeprefix("--") for option in options], kinds)
+    for file in files:
+        keys.check(_root(file), "", lambda key, line, file=file: f"{file}:{line}: {key}")  # type: ignore[misc]
+    for option, value in _given(words):
+        try:
+            node = yaml.compose(value, Loader=yaml.SafeLoader)
+        except (yaml.YAMLError, ValueError, OverflowError):
+            continue
+        keys.check(node, option.removeprefix("--").rstrip("+"), lambda key, _: f"{prog}: --{key}")
+
+
+def _given(words: Sequence[str]) -> list[tuple[str, str]]:
+    """The options on the command line, and their values."""
+    joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
+    separate = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
+    return [(option, value) for option, value in [*joined, *separate] if option != "--config"]
+
+
+def _check_nodes(path: str, node: yaml.Node | None) -> None:
+    if node is not None and not isinstance(node, yaml.MappingNode):
+        raise _FileProblem(f"{path}:1: there must be keys and values at the top")
+    seen: set[int] = set()
+    rest = [node] if node is not None else []
+    while rest:
+        one = rest.pop()
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if one.tag not in yaml.SafeLoader.yaml_constructors:
+            tag = _short(one.tag.replace("tag:yaml.org,2002:", "!!"))
+            raise _FileProblem(
+                f"{path}:{one.start_mark.line + 1}: {tag}: this tag is not read; a class is a class_path"
+            )
+        if isinstance(one, yaml.MappingNode):
+            keys: set[str] = set()
+            for key, value in one.value:
+                word = isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:null"
+                if not word or key.value in keys:
+                    what = f"{_short(key.value)}: given twice" if word else "a key must be a word"
+                    raise _FileProblem(f"{path}:{key.start_mark.line + 1}: {what}")
+                keys.add(key.value)
+                rest += [key, value] if key.tag != "tag:yaml.org,2002:merge" else [value]
+        elif isinstance(one, yaml.SequenceNode):
+            rest += one.value
+
+
+def _complaint(
+    text: str,
+    prog: str,
+    words: Sequence[str],
+    files: Sequence[str],
+    options: Iterable[str],
+    kinds: Mapping[str, type[Any]],
+) -> str:
+    """Turn a message of jsonargparse, which has many lines, into one line.
+
+    Args:
+        text: the message.
+        prog: the script, and its command.
+        words: the command line.
+        files: configuration files in it.
+        options: every option of the command.
+        kinds: by key, the base class of the classes that can be chosen there.
+    """
+    if found := re.search(r"unrecognized arguments: (\S+)", text):
+        name = found[1].partition("=")[0]
+        if not name.startswith("--"):
+            return f"{prog}: {_short(name)}: unexpected"
+        return f"{prog}: {name}: unknown option{_meant(name, options)}"
+    if found := re.search(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*?)\)", text):
+        commands = re.findall(r"\w+", found[2])
+        return f"{prog}: {_short(found[1])}: unknown command{_meant(found[1], commands)}"
+    if found := re.search(r'expected "subcommand" to be one of \{(.*?)\}', text):
+        return f"{prog}: a command is missing: {found[1].replace(',', ', ')}; see --help"
+    if found := re.search(r"does not accept option '([^']+)'", text):
+        keys = {option.removeprefix("--") for option in options}
+        keys |= {part for key in keys for part in _prefixes(key)}
+        unknown = next((part for part in _prefixes(found[1]) if part not in keys), found[1])
+        return f"{_place(unknown, prog, words, files)}: unknown key{_meant(unknown, keys)}"
+    chain = re.findall(r'Parser key "([^"]+)":', text)
+    if chain:
+        inner = _inner(text, chain, kinds)
+        return f"{_place(chain[0], prog, words, files, inner[0])}: {inner[1]}"
+    if found := re.search(r"the following arguments are required: (.*)", text):
+        names = [name.strip().partition(".")[2] or name.strip() for name in found[1].split(",")]
+        return f"{prog}: {', '.join(f'--{name}' for name in names)}: required"
+    if found := re.search(r"argument (\S+?):? (expected .*)", text):
+        return f"{prog}: {found[1].rstrip(':')}: {found[2]}"
+    if found := re.search(r'Spaces not allowed in keys: "(.*)"', text):
+        return f"{_place(found[1], prog, words, files, anywhere=True)}: a key must be a word"
+    return f"{', '.join(files) or prog}: {_short(text, 300)}"
+
+
+def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> tuple[str | None, str]:
+    """The innermost key, and its problem."""
+    classes = re.findall(r"Problem with given class_path '([^']+)'", text)
+    kind = classes[-1] if classes else None
+    if kind and (found := re.search(r"Option '([^']+)' is not accepted", text)):
+        return found[1], f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}"
+    if kind and (found := re.search(r"following arguments are required: (.*)", text)):
+        return None, f"{kind} needs {found[1]}"
+    if found := re.search(r"Expected a dot import path string: (\S+)", text):
+        names = {one.__name__ for one in _subclasses(kinds.get(chain[0])) if not one.__name__.startswith("_")}
+        return None, f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}"
+    given = re.search(r"Given value: (.*?)\s*$", text, re.M)
+    if found := re.search(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text):
+        return None, f"{_short(given[1]) if given else 'this class'} is not a subclass of {found[1]}"
+    if found := re.search(r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text):
+        return None, f"{kind or chain[0]} cannot be imported: {found[0]}"
+    if len(chain) > 1 and (found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)):
+        return chain[-1], f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}"
+    given = given or re.search(r"Got value: (.*?)\s*$", text, re.M)
+    expected = [_kind(name) for name in re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)]
+    if expected and given:
+        return None, f"expected {' or '.join(dict.fromkeys(expected))}, found {_shown(given[1], chain[-1])}"
+    return None, _short(re.sub(r'Parser key "[^"]+":', "", text), 300)
+
+
+def _kind(text: str) -> str:
+    name = re.sub(r"^<class '(?:.*\.)?(\w+)'>$", r"\1", text)
+    return "null" if name == "NoneType" else name
+
+
+def _place(
+    key: str, prog: str, words: Sequence[str], files: Sequence[str], inner: str | None = None, anywhere: bool = False
+) -> str:
+    """The option, or the line of the file, that contains ``key``."""
+    if any(word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key) for word in words):
+        return f"{prog}: --{key}"
+    for file in reversed(files):
+        line = _line(file, "", key) if anywhere else _line(file, key, inner)
+        if line is not None:
+            return f"{file}:{line}: {key}"
+    return f"{files[-1] if files else prog}: {key}"
+
+
+def _line(file: str, key: str, inner: str | None) -> int | None:
+    node, line = _root(file), None
+    while key:  # a key may itself contain dots
+        entry = next((entry for part in _prefixes(key) if (entry := _entry(node, part))), None)
+        if entry is None:
+            return None
+        line, node = entry[0].start_mark.line + 1, entry[1]
+        key = key[len(entry[0].value) + 1 :]
+    rest = [node] if inner else []
+    while rest:
+        one = rest.pop(0)
+        entry = _entry(one, inner or "")
+        if entry is not None:
+            return int(entry[0].start_mark.line) + 1
+        rest += [value for _, value in _pairs(one)]
+        rest += one.value if isinstance(one, yaml.SequenceNode) else []
+    return line
+
+
+def _root(file: str) -> Any:
+    with open(file, encoding="utf-8") as stream:
+        return yaml.compose(stream, Loader=yaml.SafeLoader)
+
+
+def _entry(node: Any, name: str) -> Any:
+    return next((pair for pair in _pairs(node) if f"{pair[0].value}.".startswith(f"{name}.")), None)
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:
+    return node.value if isinstance(node, yaml.MappingNode) else []
+
+
+def _meant(name: str, known: Iterable[str], otherwise: str = "see --help") -> str:
+    former = name.removeprefix("--").partition("trainer.")[2]
+    if former in FORMER_ARGUMENTS:
+        return f"; instead of it: {FORMER_ARGUMENTS[former].format(value='...')}"
+    near = did_you_mean(name, known, otherwise="")
+    return f", {near}" if near else f"; {otherwise}"
+
+
+def _shown(value: str, key: str) -> str:
+    """A value for the message; nested values are left out, because some may be secrets."""
+    inside = value.startswith(("{", "[", "Namespace(", "NestedArg("))
+    return "what was given" if inside else _short(mask_secrets(value, key.rpartition(".")[2]))
+
+
+def _short(value: Any, most: int = 80) -> str:
+    return printable(" ".join(str(value).split()), most)
+
+
+@final
+class _Keys:
+    """Refuses unknown keys with an empty mapping, and classes for arguments without a type.
+
+    jsonargparse drops the former, and instantiates or passes on any class for the latter.
+
+    Args:
+        options: every option, without ``--``.
+        kinds: by key, the base class of what is made there.
+    """
+
+    def __init__(self, options: Iterable[str], kinds: Mapping[str, type[Any]]) -> None:
+        known = {option for option in options if not option.endswith(".help")}
+        around = {part for option in known for part in _prefixes(option)[:-1]}
+        self._places, self._leaves, self._kinds = known | around, known - around, kinds
+
+    def check(self, node: Any, key: str, place: Callable[[str, int], str]) -> None:
+        """Check a node of PyYAML.
+
+        Args:
+            node: of a file, or of the value of an option.
+            key: the path to it; empty for a whole file.
+            place: returns a text from a key and its line, from 1.
+
+        Raises:
+            _FileProblem: its place and the reason.
+        """
+        self._place = place
+        outer, _, name = key.rpartition(".")
+        if outer in self._kinds:
+            self._check_class(self._kinds[outer], name, node, key, 1)
+        self._below(node, key)
+
+    def _refuse(self, key: str, line: int, reason: str) -> None:
+        raise _FileProblem(f"{self._place(key, line)}: {reason}")
+
+    def _below(self, node: Any, key: str) -> None:
+        for item in node.value if isinstance(node, yaml.SequenceNode) else ():
+            self._below(item, key)
+        pairs = _pairs(node)
+        path = next((str(value.value) for name, value in pairs if name.value == "class_path"), None)
+        kind = self._kinds.get(key) if path is None else self._class(path)
+        for name, value in pairs:
+            if path is not None and name.value in ("init_args", "dict_kwargs"):
+                self._check_arguments(value, key, path, kind if name.value == "init_args" else None)
+                continue
+            inner, line = f"{key}.{name.value}" if key else str(name.value), name.start_mark.line + 1
+            inside = any(part in self._leaves for part in _prefixes(inner)[:-1])
+            if _is_empty(value) and path is None and not inside and inner not in self._places:
+                near = did_you_mean(inner, self._places, otherwise="see --help")
+                self._refuse(inner, line, f"unknown key, {near}")
+            if path is None and kind is not None:
+                self._check_class(kind, name.value, value, inner, line)
+            self._below(value, inner)
+
+    def _check_arguments(self, node: Any, key: str, path: str, kind: Any) -> None:
+        for name, value in _pairs(node):
+            line = name.start_mark.line + 1
+            if kind is not None and _is_empty(value) and not _takes(kind, name.value):
+                near = did_you_mean(name.value, _parameter_names(kind), otherwise="see --help")
+                self._refuse(key, line, f"{path} does not take {name.value!r}, {near}")
+            if kind is not None:
+                self._check_class(kind, name.value, value, f"{key}.{name.value}", line)
+            self._below(value, key)
+
+    def _check_class(self, kind: Any, name: str, value: Any, key: str, line: int) -> None:
+        if any(inner.value == "class_path" for inner, _ in _pairs(value)) and _annotation(kind, name) in _UNTYPED:
+            reason = f"{name!r} of {kind.__name__} has no type, so no class is made for it; annotate it with one"
+            self._refuse(key, line, reason)
+
+    def _class(self, path: str) -> Any:
+        """An imported class by its path, or a known class by its bare name."""
+        if "." in path:
+            return _imported(path)
+        return next((one for kind in self._kinds.values() for one in _subclasses(kind) if one.__name__ == path), None)
+
+
+def _imported(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _is_empty(node: Any) -> bool:
+    return isinstance(node, yaml.MappingNode) and all(_is_empty(value) for _, value in node.value)
+
+
+def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]]:
+    """The module and the parameters of each constructor in a class's method resolution order."""
+    own = [base for base in getattr(kind, "__mro__", ()) if "__init__" in vars(base) and base is not object]
+    return [(base.__module__, inspect.signature(base.__init__).parameters) for base in own]
+
+
+def _annotation(kind: Any, name: str) -> Any:
+    """The annotation of an argument of a constructor; None if no constructor names it."""
+    return next((found[name].annotation for _, found in _constructors(kind) if name in found), None)
+
+
+def _takes(kind: Any, name: str) -> bool:
+    # torch's constructors take any keyword only to refuse it.
+    found = [given for module, given in _constructors(kind) if not module.startswith("torch.")]
+    anything = not found or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found[-1].values())
+    return anything or any(name in one for one in found)
+
+
+def _parameter_names(kind: Any) -> list[str]:
+    """The parameters of the constructors of a class and of its bases."""
+    return [name for _, found in _constructors(kind) for name in found]
+
+
+def _prefixes(key: str) -> list[str]:
+    """``a``, ``a.b`` and ``a.b.c`` of ``a.b.c``."""
+    parts = key.split(".")
+    return [".".join(parts[:n]) for n in range(1, len(parts) + 1)]
+
+
+def _subclasses(kind: type[Any] | None) -> list[type[Any]]:
+    """A class and all its imported subclasses."""
+    found: list[type[Any]] = []
+    rest = [] if kind is None else [kind]
+    while rest:
+        one = rest.pop()
+        found.append(one)
+        rest += one.__subclasses__()
+    return found

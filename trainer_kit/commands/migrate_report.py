@@ -43,7 +43,7 @@ from trainer_kit.precision.aliases import WORDS, make_precision
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.trainer import Trainer
 
-__all__ = ["Answer", "Project", "example_of", "follow", "wrong_arguments", "wrong_members"]
+__all__ = ["Answer", "Project", "follow"]
 
 _STEPS: Final = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
 """The most arguments that the loop passes to each step."""
@@ -67,7 +67,7 @@ class _Shown(str):
         return str(self)
 
 
-def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Answer]]:
+def _wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Answer]]:
     """Yield the keyword arguments that a class or function of this library refuses, by name, with the reason.
 
     Args:
@@ -109,7 +109,7 @@ def _check_word(name: str, value: Any) -> None:
         make_precision(value)
 
 
-def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Answer]]:
+def _wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Answer]]:
     """Yield the members that the library refuses, trying each alone on a class without user code.
 
     Args:
@@ -190,7 +190,7 @@ def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
 
 
 @cache
-def example_of(kind: type) -> Any:
+def _example_of(kind: type) -> Any:
     """A Trainer or an Accelerator without a run, for looking up attributes."""
     return Trainer(accelerator="cpu", devices=1, barebones=True) if kind is Trainer else Accelerator(cpu=True)
 
@@ -324,7 +324,7 @@ class Project:
                 continue
             given = {key.value: (_constant(value), value.value) for key, value in arguments if _is_word(key)}
             lines = {key.value: key.start_mark.line + 1 for key, _ in arguments}
-            for name, answer in wrong_arguments(callee, given):
+            for name, answer in _wrong_arguments(callee, given):
                 self.report(path, lines[name], answer)
 
     def findings(self) -> list[Finding]:
@@ -450,7 +450,7 @@ class _Reader(ast.NodeVisitor):
         bases, _ = self._own = self._project.bases(self._source, node)
         if bases:
             self._lightning = True
-            for member, answer in wrong_members(node.name, bases, node.body):
+            for member, answer in _wrong_members(node.name, bases, node.body):
                 name = getattr(member, "name", "")
                 own = "is not a hook" in answer.problem or name.endswith("_dataloader")
                 if not own or not self._project.calls(name):
@@ -561,7 +561,7 @@ class _Reader(ast.NodeVisitor):
         stored = not isinstance(node.ctx, ast.Load)
         for known, kind in self._types.items():
             if name.startswith(f"{known}."):
-                return follow(example_of(kind), name[len(known) + 1 :].split("."), stored)
+                return follow(_example_of(kind), name[len(known) + 1 :].split("."), stored)
         bases, known_all = self._own
         first, *rest = name.split(".")
         if first != "self" or not bases or not rest or self._project.defines(rest[0]):
@@ -584,7 +584,7 @@ class _Reader(ast.NodeVisitor):
             if one.arg is not None
         }
         if callable(callee):
-            for argument, answer in wrong_arguments(callee, given):
+            for argument, answer in _wrong_arguments(callee, given):
                 line = next(one.value for one in node.keywords if one.arg == argument)
                 self._report(line, answer)
         if self._lightning and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):

@@ -105,7 +105,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "callbacks.progress.rich_progress": _at("callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"),
     "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar"),
     "callbacks.rich_model_summary": _at("callbacks.rich_displays", "RichModelSummary"),
-    "callbacks.spike": _at("callbacks.spike_detection", "SpikeDetection"),
+    "callbacks.spike": _at("callbacks.bad_steps", "SpikeDetection"),
     "callbacks.stochastic_weight_avg": _at("callbacks.weight_averaging", "StochasticWeightAveraging"),
     "callbacks.throughput_monitor": _at("callbacks.monitors", "ThroughputMonitor"),
     "cli": {

@@ -16,27 +16,29 @@ import traceback
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import distributed as dist
 
 from trainer_kit.data.workers import EndsWithParent
-from trainer_kit.hang.ending import Verdict, end_rank, print_line
 from trainer_kit.hang.hang_timeout import PATIENT, ProgressClock
 from trainer_kit.hang.position import COMPILERS, OUTSIDE, find_position
 from trainer_kit.hang.stacks import (
     answering_file,
     boot_id,
+    end_process,
     is_stopped,
     read_stacks,
     start_time,
+    write_stacks,
 )
-from trainer_kit.hang.verdict import Finding, Report, find_culprits, name_silent
+from trainer_kit.hang.verdict import Finding, Report, find_culprits, name_silent, ranks_named
+from trainer_kit.launch.bootstrap import write_report
 from trainer_kit.launch.startup_timeout import patience
 
 __all__ = ["EXIT_CODE", "HangWatchdog", "hang_watchdog", "stop_at_exit"]
@@ -251,7 +253,7 @@ class HangWatchdog:
             self._server = Report(**json.loads(store.get("beat/0")))
         store.set(f"beat/{rank}", self._report(full=False).dumped())
         if store.check(["verdict"]):
-            self._obey(Verdict(**json.loads(store.get("verdict"))))
+            self._obey(_Verdict(**json.loads(store.get("verdict"))))
             return
         number = store.add("asked", 0)
         if number > self._answered:
@@ -344,7 +346,7 @@ class HangWatchdog:
         step = min([answers[rank].step for rank in finding.culprits if rank in answers], default=self._clock.step)
         place = "" if root is None else str(root / f"hang-{step}")
         reason = f"{signal.Signals(code - 128).name} came, and the step does not end: " if code > 128 else ""
-        verdict = Verdict(
+        verdict = _Verdict(
             problem=reason + finding.problem,
             details=[*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
             culprits=list(finding.culprits),
@@ -355,14 +357,14 @@ class HangWatchdog:
             by=self.rank,
         )
         if self._store is not None:
-            verdict = Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
+            verdict = _Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
         if verdict.by == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
-            print_line(verdict.text)
+            _print_line(verdict.text)
         self._obey(verdict, last_words.values() if verdict.by == self.rank else ())
 
-    def _obey(self, verdict: Verdict, silent: Collection[Report] = ()) -> None:
+    def _obey(self, verdict: _Verdict, silent: Collection[Report] = ()) -> None:
         self._ending = threading.current_thread()
-        end_rank(self._me, self.size, verdict, silent, self._store, self._note)
+        _end_rank(self._me, self.size, verdict, silent, self._store, self._note)
 
     def leave(self) -> None:
         """Tell the other ranks that this one has left its loop; the thread's last call."""
@@ -445,7 +447,7 @@ def hang_watchdog(
         yield
         return
     watchdog = HangWatchdog(
-        *(rank, size, timeout, progress, directory, lambda text: print_line(f"[rank {rank}] {text}")),
+        *(rank, size, timeout, progress, directory, lambda text: _print_line(f"[rank {rank}] {text}")),
         unit=unit,
         signals=True,
         note=note,
@@ -537,3 +539,123 @@ def _waiting_for(frame: FrameType | None) -> str:
             return f"worker {worker} (pid {loader._workers[worker].pid}) of the data loader{index}"
         frame = frame.f_back
     return ""
+
+
+_KIND: Final = "trainer_kit.core.errors.RankError"
+_MEETING: Final = 10.0  # seconds for all ranks to write, before the first one exits
+_NOTING: Final = 5.0  # seconds for the run's report to record the end
+_BEFORE_WAITING_RANKS: Final = 0.7  # seconds by which the rank that hangs exits first: launchers poll
+_FIX: Final = (
+    "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class _Verdict:
+    """The decision of one rank, which all ranks follow.
+
+    Attributes:
+        problem: the headline.
+        details: lines below it.
+        culprits: the ranks that hang.
+        silent: the ranks that do not answer.
+        ended: the ranks that have left the loop.
+        code: the exit code of all ranks.
+        directory: the directory for stacks, "" for none.
+        by: the rank that decided.
+    """
+
+    problem: str
+    details: list[str]
+    culprits: list[int]
+    silent: list[int]
+    ended: list[int]
+    code: int
+    directory: str
+    by: int
+
+    @property
+    def text(self) -> str:
+        """Return the message to the user."""
+        lines = "\n  ".join([self.problem, *self.details])
+        return f"{lines}\n  fix: {_FIX}\nexiting {self.code}"
+
+
+def _end_rank(
+    me: Report, size: int, verdict: _Verdict, silent: Collection[Report], store: Any, note: Callable[[str, str], Any]
+) -> NoReturn:
+    """Write this rank's stacks, report the failure to the launcher, and exit when all ranks have done so.
+
+    Args:
+        me: the report of this rank.
+        size: the number of ranks.
+        verdict: the decision of one of the ranks.
+        silent: the reports on ranks that do not answer; only for the rank that decided.
+        store: the store for a barrier of the ranks; None if it does not answer.
+        note: called with the text and the directory of the stacks, on the rank that decided; it has 5 seconds.
+    """
+    directory = Path(verdict.directory) if verdict.directory else None
+    if directory is not None:
+        with suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+        write_stacks(directory / f"rank-{me.rank}.txt")
+    hangs = me.rank in verdict.culprits
+    waited = not hangs and verdict.culprits
+    _write_report(me, f"waited for {ranks_named(verdict.culprits)}" if waited else verdict.problem, verdict, not hangs)
+    here = [one for one in silent if _is_here(one, me)]  # these can neither write nor exit by themselves
+    for one in here:
+        if directory is not None:
+            with suppress(OSError):
+                (directory / f"rank-{one.rank}.txt").write_text(read_stacks(one.pid, one.stacks))
+        one.at = me.at  # its own last report may be older
+        _write_report(one, verdict.problem, verdict, False)
+    if verdict.by == me.rank:  # the main thread may hold locks that it needs
+        noting = threading.Thread(target=note, args=(verdict.text, verdict.directory), daemon=True)
+        noting.start()
+        noting.join(_NOTING)
+    if store is not None:
+        with suppress(RuntimeError):  # the store may end with its process
+            _meet(store, size - len({*verdict.silent, *verdict.ended}))
+    for one in here:
+        end_process(one.pid, one.started)
+    if not hangs and size > 1:
+        time.sleep(_BEFORE_WAITING_RANKS)
+    flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold a stream's lock
+    flushing.start()
+    flushing.join(0.5)
+    os._exit(verdict.code)
+
+
+def _meet(store: Any, count: int) -> None:
+    """Wait for the other ranks: as soon as one exits, the collectives of waiting ranks raise."""
+    until = time.monotonic() + _MEETING
+    arrived = store.add("arrived", 1)
+    while arrived < count and time.monotonic() < until:
+        time.sleep(0.05)
+        arrived = store.add("arrived", 0)
+
+
+def _is_here(one: Report, me: Report) -> bool:
+    return (one.host, one.boot) == (me.host, me.boot) and start_time(one.pid) == one.started
+
+
+def _write_report(one: Report, text: str, verdict: _Verdict, waited: bool) -> None:
+    if one.error_file:
+        # torchrun prints only the stack; our agent also prints the message before it.
+        end = [] if "TRAINER_KIT_AGENT_PID" in os.environ else [verdict.problem]
+        stack = "\n".join([*verdict.details, f"fix: {_FIX}", *end])
+        delay = 2 if waited else 0
+        write_report(one.error_file, one.rank, _KIND, text, stack, one.at, verdict.code, one.pid, delay)
+
+
+def _flush() -> None:
+    with suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def _print_line(text: str) -> None:
+    """Write a line to standard error, even while the main thread holds the stream's lock."""
+    with suppress(OSError):
+        os.write(2, f"{text}\n".encode())

@@ -33,9 +33,7 @@ __all__ = [
     "RankHealth",
     "Survey",
     "clock_offsets",
-    "disk_speed",
     "group_speeds",
-    "local_speeds",
     "slow_ranks",
     "survey",
     "versions",
@@ -132,7 +130,7 @@ def survey(group: Group, device: torch.device, directory: Path | None, beside: S
     notes = [replace(found, host=host) for found in beside]
     if first and directory is not None:
         try:
-            speeds["disk"] = disk_speed(directory)
+            speeds["disk"] = _disk_speed(directory)
         except OSError as error:
             wrong = f"{directory} cannot be written to: {error.strerror}"
             notes.append(Finding("disk", wrong, "fix", "make room, or use another directory", host))
@@ -141,7 +139,7 @@ def survey(group: Group, device: torch.device, directory: Path | None, beside: S
     )
     ranks: list[RankHealth] = []
     for _ in range(_ROUNDS):
-        for now, without in (local_speeds(device), group_speeds(group, device)):
+        for now, without in (_local_speeds(device), group_speeds(group, device)):
             speeds.update({name: max(speed, speeds.get(name, 0.0)) for name, speed in now.items()})
             missing.update(without)
         ranks = group.all_gather_object(own)
@@ -288,7 +286,7 @@ def versions(device: torch.device) -> dict[str, str]:
     return found
 
 
-def local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
     """The speeds of a device, in FLOP/s (``GEMM``) and bytes a second (``memory``); and why one is missing, by name.
 
     Args:
@@ -466,14 +464,14 @@ def _bounds(entered: Sequence[Sequence[float]], exits: Sequence[Sequence[float]]
     return low, max(low, high)
 
 
-def disk_speed(directory: Path) -> float:
+def _disk_speed(directory: Path) -> float:
     """Bytes a second of a file that is written to the directory and flushed to the disk; at most 64 MiB.
 
     Raises:
         OSError: the file cannot be written.
 
     Example:
-        >>> disk_speed(Path(tempfile.gettempdir())) > 0
+        >>> _disk_speed(Path(tempfile.gettempdir())) > 0
         True
     """
     block, (most, seconds), written = os.urandom(4 * _MIB), _DISK, 0  # random: some file systems compress

@@ -25,10 +25,18 @@ from trainer_kit.core.module import build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.planning.candidates import axes_of, model_parallel, strategy_for
-from trainer_kit.planning.fake_world import adapted, fake_batch, fake_mail, fake_mode, fake_module, fake_world, unpacked
+from trainer_kit.planning.fake_world import (
+    FakeReplicas,
+    adapted,
+    fake_batch,
+    fake_mail,
+    fake_mode,
+    fake_module,
+    fake_world,
+    unpacked,
+)
 from trainer_kit.planning.memory_tracker import StepTracker
 from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
-from trainer_kit.planning.replicas import FakeReplicas
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
