@@ -203,10 +203,60 @@ def test_a_module_that_does_not_run_in_float64():
         verify(verified.Casting(), steps=2)
 
 
+@pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+def test_two_networks_with_manual_optimization(devices, strategy):
+    """Manual optimization could not be checked."""
+    found = verify(verified.GAN(), devices=devices, strategy=strategy, steps=3)
+    assert found.ok, str(found)
+    assert status(found)["our loop"] == status(found)["training"] == "ok"
+    assert "equal to the plain loop in bits" in str(found)
+
+
+def test_gradients_that_are_not_exchanged_in_manual_optimization():
+    with pytest.raises(tk.ConfigurationError, match="steps an optimizer without manual_backward"):
+        verify(verified.LocalGAN(), steps=2)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_module_with_its_own_steps_of_optimizers(devices):
+    """These overrides could not be checked, and `trainer.world_size` was 1 in the plain loop of two ranks."""
+    found = verify(verified.Overrides(), devices=devices, strategy="auto", steps=3)
+    assert found.ok, str(found)
+    assert status(found)["our loop"] == status(found)["training"] == "ok"
+    if devices == 2:
+        world = next(check for check in found.checks if check.name == "other world")
+        assert (world.status, "depends on the number of ranks" in world.text) == ("note", True)
+
+
+@pytest.mark.parametrize(("interval", "size"), [("step", 64), ("epoch", 16)])
+def test_a_scheduler_that_monitors_the_loss(interval, size):
+    class Watching(verified.Plateau):
+        pass
+
+    Watching.interval = interval
+    found = verify(Watching(), verified.loader(size), steps=4)
+    assert found.ok, str(found)
+    assert status(found)["training"] == "ok"
+
+
+def test_a_scheduler_that_monitors_validation_does_not_advance():
+    found = verify(verified.PlateauOfValidation(), verified.loader(16), verified.loader(8), steps=4)
+    assert found.ok, str(found)
+    note = next(check for check in found.checks if check.name == "schedulers")
+    assert note.text == "ReduceLROnPlateau monitors 'val_loss': without validation it does not advance"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_buffers_that_change_with_each_forward(strategy):
+    """The plain loop changed them once for each rank: a false alarm for spectral norms."""
+    found = verify(verified.Spectral(), strategy=strategy, accumulate_grad_batches=2, steps=2)
+    assert found.ok, str(found)
+
+
 def test_what_cannot_be_verified_is_refused():
     module = verified.Classifier()
-    module.automatic_optimization = False
-    with pytest.raises(tk.ConfigurationError, match="cannot train this module with a plain loop"):
-        verify(module)
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=2)
+    with pytest.raises(tk.ConfigurationError, match="LBFGS computes the loss several times in a step"):
+        verify(module, devices=1, strategy="auto")
     with pytest.raises(tk.ConfigurationError, match="at least one step"):
         verify(verified.Classifier(), steps=0)

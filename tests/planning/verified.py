@@ -317,3 +317,96 @@ class Apart(Classifier):
     def __init__(self):
         super().__init__()
         self.net[2] = BatchFeature()
+
+
+class GAN(tk.TrainModule):
+    """Two optimizers by hand, noise in the step, and batch norms in the generator; its step takes no number."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 8))
+        self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
+
+    def training_step(self, batch):
+        real = batch[0]
+        generator, discriminator = self.optimizers()
+        noise = torch.randn(len(real), 4).type_as(real)
+        self.toggle_optimizer(generator)
+        fooled = self.discriminator(self.generator(noise))
+        loss = F.binary_cross_entropy_with_logits(fooled, torch.ones_like(fooled))
+        self.log("g_loss", loss)
+        self.manual_backward(loss)
+        generator.step()
+        generator.zero_grad()
+        self.untoggle_optimizer(generator)
+        with discriminator.toggle_model():
+            found = torch.cat([self.discriminator(real), self.discriminator(self.generator(noise).detach())])
+            loss = F.binary_cross_entropy_with_logits(
+                found, torch.cat([torch.ones_like(fooled), torch.zeros_like(fooled)])
+            )
+            self.log("d_loss", loss)
+            self.manual_backward(loss)
+            self.clip_gradients(discriminator, 0.5)
+            discriminator.step()
+            discriminator.zero_grad()
+        self.lr_schedulers().step()
+
+    def configure_optimizers(self):
+        made = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.generator, self.discriminator)]
+        return made, [torch.optim.lr_scheduler.ExponentialLR(made[0], 0.5)]
+
+
+class LocalGAN(GAN):
+    """Backward as outside of a Trainer: no rank gets the gradients of the others."""
+
+    def manual_backward(self, loss):
+        loss.backward()
+
+
+class Overrides(Classifier):
+    """The hooks of a step, a learning rate that depends on the ranks, and a scheduler that watches the loss."""
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.log("watched", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (self.trainer.global_step + 1) * self.trainer.world_size / (1 + batch_idx + epoch)
+        assert float(optimizer_closure()) > 0
+        optimizer.step(closure=optimizer_closure)
+
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        optimizer.zero_grad(set_to_none=True)
+
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        self.clip_gradients(optimizer, 0.1, "norm")
+
+
+class Plateau(Classifier):
+    """A scheduler that halves the learning rate with each value of the loss, which it calls worse."""
+
+    monitor, interval = "loss", "step"
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
+        config = {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval}
+        return {"optimizer": optimizer, "lr_scheduler": config}
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step(metric)
+
+
+class PlateauOfValidation(Plateau):
+    monitor, interval = "val_loss", "epoch"
+
+
+class Spectral(Classifier):
+    """Its buffers change with each forward, and change the outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.net[4] = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 16))

@@ -170,7 +170,7 @@ class _Verifier:
     def run(self, validates: bool) -> None:
         """Make all comparisons."""
         chosen = self.runs.chosen(reseeds=_RESEEDS)
-        division = Division(chosen[0].places, chosen[0].seed, _RESEEDS)
+        division = Division(chosen[0].places, chosen[0].seed, _RESEEDS, chosen[0].own_buffers, len(chosen))
         exact = self._exact(division)
         single = self.runs.plain(make_precision("32-true"), division)
         name = self.trainer.precision_plugin.name
@@ -224,7 +224,7 @@ class _Verifier:
 
     def loop(self, division: Division, single: Record) -> None:
         """Compare our Trainer on one device with the plain loop, both in float32, with the batches of one process."""
-        name, alone = "our loop", replace(division, places=1)
+        name, alone = "our loop", replace(division, places=1, world=1)
         if division != alone:
             single = self.runs.plain(make_precision("32-true"), alone)
         if not single.even:
@@ -247,10 +247,12 @@ class _Verifier:
     def training(self, judge: Judge, chosen: list[Record], division: Division) -> None:
         """Compare the chosen configuration with the plain loop."""
         found = self._first(judge, chosen)
-        if found is not None and found.kind not in ("tied", "buffers", "logged"):
+        if found is not None and found.kind not in ("tied", "buffers", "logged", "ranks"):
             found = self._locate(judge, division, found)
         text = f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
         self.note("training", found, text)
+        for waits in chosen[0].waiting:
+            self.result.checks.append(Check("schedulers", "note", f"{waits}: without validation it does not advance"))
         norms = chosen[0].norms
         if norms and division.places > 1:
             text = f"{named(norms)}: each rank normalises its own samples; sync_batchnorm=True those of all ranks"
@@ -329,6 +331,12 @@ class _Verifier:
             return
         if found is None:
             self.note(name, None, text + (", with batch norms divided as on the ranks" if norms else ""))
+            return
+        if found.kind == "weights":
+            text = (
+                "the gradients agree, the weights do not: the optimizer or its schedule depends on the number of ranks"
+            )
+            self.result.checks.append(Check(name, "note", text))
             return
         watched = frozenset({found.step})
         again = self.runs.chosen(**options, watched=watched)

@@ -188,7 +188,9 @@ class Judge:
         merged: dict[str, Tensor] = {}
         for record in run:
             merged = {**record.weights.get(step, {}), **merged}
-        trained = set(self.exact.gradients[step]) | {name for group in self.exact.tied for name in group}
+        trained = {name for found in self.exact.gradients.values() for name in found} | {
+            name for group in self.exact.tied for name in group
+        }
         chosen = {name: value for name, value in exact.items() if name in trained or len(run) == 1}
         for group in self.exact.tied:
             held = [merged[name] for name in group if name in merged]

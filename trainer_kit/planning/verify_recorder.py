@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -16,10 +17,12 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.states import names_validation
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data.order import derive_seed
 from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares
 from trainer_kit.planning.verify_operations import trace
+from trainer_kit.step.optimizers import LRSchedulerConfig
 from trainer_kit.training.session import Session
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "tied_names",
     "watch",
     "whole",
+    "without_validation",
 ]
 
 _Key = tuple[str, int, int]
@@ -83,6 +87,7 @@ class Record:
         even: whether each place has a batch in every micro-batch, every window is complete, and no epoch ends.
         plan: the dataset's indices in the order of one process.
         norms: the names of batch norms that normalise with the statistics of a rank's batch.
+        waiting: the schedulers that wait for a validation, in words.
         whole: of those, the ones that could not be divided by the ``shares`` of a `Recorder`.
     """
 
@@ -98,6 +103,7 @@ class Record:
         self.tied: list[tuple[str, ...]] = []
         self.plan: list[int] | None = None
         self.norms: list[str] = []
+        self.waiting: list[str] = []
         self.whole: set[str] = set()
 
 
@@ -213,7 +219,9 @@ class Recorder(Callback):
         schedule = trainer.run.schedule
         schedule.max_epochs = schedule.max_duration = None
         schedule.max_steps, schedule.min_epochs, schedule.min_steps = self.steps, 0, 0
-        record.norms = batch_norms(module)
+        record.norms, record.waiting = batch_norms(module), []
+        if module.automatic_optimization:
+            record.waiting = without_validation(trainer.lr_scheduler_configs)
         if self.shares is not None:
             record.whole = DividedNorms(module, self._rows).whole
         self._feed = trainer.run.windows.feed
@@ -281,6 +289,20 @@ class Recorder(Callback):
             self.record.logged.setdefault((trainer.progress.step if step is None else step) - 1, {}).update(values)
 
         vars(trainer)["log_metrics"] = log
+
+
+def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:
+    """Let schedulers wait for a value that is not there; returns the names of those that monitor a validation.
+
+    The compared runs have no validation, and the one that has must not differ from them.
+    """
+    monitors = [config for config in schedulers if config.reduce_on_plateau and config.monitor is not None]
+    found = [config for config in monitors if names_validation(str(config.monitor))]
+    for config in monitors:
+        config.strict = False
+    for config in found:
+        config.interval, config.frequency = "epoch", sys.maxsize
+    return [f"{type(config.scheduler).__name__} monitors {config.monitor!r}" for config in found]
 
 
 def losses_of(outputs: object) -> dict[str, Tensor]:

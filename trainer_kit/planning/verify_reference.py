@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import pick_device
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, DataError
 from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
+from trainer_kit.core.signatures import takes
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import EMPTY, Feed
+from trainer_kit.planning.verify_compare import same_bits
+from trainer_kit.planning.verify_manual import PlainOptimizer, Turns, add_gradients, copied
 from trainer_kit.planning.verify_norms import canonical
 from trainer_kit.planning.verify_recorder import (
     Micro,
@@ -32,9 +37,11 @@ from trainer_kit.planning.verify_recorder import (
     tied_names,
     watch,
     whole,
+    without_validation,
 )
 from trainer_kit.precision.precision import Precision
-from trainer_kit.step.optimizers import Optimizers, configure_optimizers
+from trainer_kit.step.closures import requires_closure
+from trainer_kit.step.optimizers import OptimizerProxy, Optimizers, configure_optimizers, parameters_of
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.training.loaders import mover, training_feed
 from trainer_kit.training.session import Session
@@ -43,6 +50,10 @@ __all__ = ["Division", "feeds_of", "plain_loop", "rows_of"]
 
 _Ended = tuple[Any, Any, int]
 """The arguments of ``on_train_batch_end``."""
+_Ran = tuple[list[_Ended], list[tuple[str, float, float]]]
+"""Of each rank: what has ended, and name, value and weight of what was logged."""
+_Row = list[tuple[Any, int, list[int] | None]]
+"""A batch of each rank, its size and its indices in the dataset."""
 
 
 @final
@@ -54,11 +65,15 @@ class Division:
         places: ranks that divide it.
         seed: of the order.
         reseeds: of random layers.
+        own_buffers: whether no rank sends its buffers.
+        world: all ranks.
     """
 
     places: int
     seed: int
     reseeds: int
+    own_buffers: bool = False
+    world: int = 1
 
 
 @final
@@ -70,34 +85,40 @@ class _Place:
 
 @final
 class _Logs:
-    """Takes ``self.log`` of the module; keeps weighted means of values that belong to steps."""
+    """Takes ``self.log`` of the module; keeps weighted means of values that belong to steps, and sums of an epoch."""
 
     def __init__(self) -> None:
         self.weight = 1.0
         self.found: dict[str, list[tuple[float, float]]] = {}
+        self.epoch: dict[str, tuple[float, float]] = {}
 
     def log(self, name: str, value: Any, *options: Any) -> None:
         """See `TrainModule.log`: (prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add, batch_size, rank_zero)."""
         _, logger, on_step, on_epoch, reduce_fx, sync, _, batch_size, rank_zero = options
-        plain = isinstance(value, (int, float, Tensor))
-        if logger is False or on_step is False or reduce_fx != "mean" or not sync or rank_zero or not plain:
+        if reduce_fx != "mean" or not sync or rank_zero or not isinstance(value, (int, float, Tensor)):
             return
         weight = self.weight if batch_size is None else float(batch_size)
-        self.found.setdefault(f"{name}_step" if on_epoch else name, []).append((float(value), weight))
+        if on_epoch:
+            for one in (name, f"{name}_epoch"):
+                total, weights = self.epoch.get(one, (0.0, 0.0))
+                self.epoch[one] = (total + float(value) * weight, weights + weight)
+        if logger is not False and on_step is not False:
+            self.found.setdefault(f"{name}_step" if on_epoch else name, []).append((float(value), weight))
 
 
 @final
 class _Loop:
     """The module's Trainer in the plain loop: attributes of the real one, and the position of this loop."""
 
-    def __init__(self, trainer: Session) -> None:
-        self._trainer = trainer
-        self.progress, self.metrics = Progress(), _Logs()
+    def __init__(self, trainer: Session, progress: Progress, world: int) -> None:
+        self._trainer, self.world_size = trainer, world
+        self.progress, self.metrics = progress, _Logs()
         self.training, self.evaluating, self.is_global_zero = True, False, True
+        self.backward: Callable[..., None] | None = None
 
-    def take(self, made: Optimizers) -> None:
+    def take(self, made: Optimizers, manual: list[PlainOptimizer]) -> None:
         """Answer the module's ``optimizers()`` and ``lr_schedulers()``."""
-        self.optimizers = self.manual_optimizers = made.optimizers
+        self.optimizers, self.manual_optimizers = made.optimizers, manual or made.optimizers
         self.lr_scheduler_configs = made.schedulers
 
     @property
@@ -110,8 +131,73 @@ class _Loop:
         """Completed steps."""
         return self.progress.step
 
+    def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
+        """Run backward in manual optimization."""
+        if self.backward is None:  # with the words of the real one
+            self._trainer.manual_backward(loss, *arguments, **options)
+        else:
+            self.backward(loss, *arguments, **options)
+
+    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
+        """Clip the gradients of one optimizer; None: by the Trainer's value or algorithm."""
+        own_value, own_algorithm = self._trainer.settings.clip or (None, "norm")
+        value = own_value if value is None else value
+        if value is None:
+            return
+        parameters = parameters_of(OptimizerProxy.unwrapped(optimizer))
+        if (algorithm or own_algorithm) == "norm":
+            torch.nn.utils.clip_grad_norm_(parameters, value)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, value)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
+
+
+@final
+class _Rank:
+    """A module in the plain loop, with its optimizers; in manual optimization each rank has one.
+
+    Args:
+        loop: its Trainer.
+        module: it is trained.
+        move: how a batch gets onto the device; None: it stays as it is.
+        before: called before each step of an optimizer in manual optimization.
+    """
+
+    def __init__(
+        self,
+        loop: _Loop,
+        module: TrainModule,
+        move: Callable[..., Any] | None,
+        before: Callable[[_Rank, Optimizer], None],
+    ) -> None:
+        self.module, self.loop, self.move = module, loop, move
+        module.trainer = loop
+        self.made: Optimizers = configure_optimizers(module)
+        _check(self.made)
+        made = [] if module.automatic_optimization else self.made.optimizers
+        loop.take(self.made, [PlainOptimizer(one, partial(before, self), module) for one in made])
+        without_validation(self.made.schedulers)
+        self._numbered = takes(module.training_step, 2)
+        self.now: Micro | None = None
+
+    def step(self, batch: Any, number: int) -> Any:
+        """Call ``training_step``, which may take no number."""
+        return self.module.training_step(batch, number) if self._numbered else self.module.training_step(batch)
+
+    def running(self) -> Micro | None:
+        """The micro-batch that runs."""
+        return self.now
+
+    def owns(self, name: str) -> bool:
+        """Whether the module overrides a method of `TrainModule`."""
+        return is_overridden(name, self.module, TrainModule)
+
+    def hook(self, name: str, *arguments: Any) -> None:
+        """Call a hook of the module, where it has one."""
+        if is_overridden(name, self.module, ModuleHooks):
+            getattr(self.module, name)(*arguments)
 
 
 @final
@@ -123,9 +209,10 @@ class _Plain:
         module: it is trained.
         datamodule: or None.
         precision: of the computation.
-        made: the module's optimizers.
+        steps: optimizer steps.
         division: of the data.
         watched: steps whose module outputs are recorded.
+        traced: the name of a module whose operations are recorded at these steps.
     """
 
     def __init__(
@@ -140,34 +227,43 @@ class _Plain:
         traced: str,
     ) -> None:
         self.module, self.settings, self.division, self.watched = module, trainer.settings, division, watched
-        self.loop = _Loop(trainer)
-        module.trainer = self.loop
+        self.automatic, self.progress = module.automatic_optimization, Progress()
         strategy = SingleDeviceStrategy(pick_device(trainer.strategy.device.type, 0))
         strategy.start()
         precision.convert_module(module)
         module.to(strategy.device)
-        self.made: Optimizers = configure_optimizers(module)
-        self.loop.take(self.made)
-        _check(module, self.made)
-        self.context = precision.forward_context()
-        self.move, _ = mover(module, datamodule, strategy, precision)
+        copies = [] if self.automatic else [copied(module) for _ in range(division.places - 1)]
+        self.ranks = [
+            _Rank(
+                _Loop(trainer, self.progress, division.world),
+                one,
+                mover(one, datamodule, strategy, precision)[0],
+                self.before_step,
+            )
+            for one in [module, *copies]
+        ]
+        self.first = self.ranks[0]
+        self.made = self.first.made
+        self.context = precision.forward_context
         self.names, self.steps = names_of(module), steps
         self.record = Record(division.places, division.seed)
         self.record.tied = tied_names(module)
-        self.now: Micro | None = None
-        self.window = 1
+        self.window, self.total = 1, 1.0
+        self.buffers: list[dict[str, Tensor]] = []
+        self.earlier: dict[int, list[Tensor | None]] = {}
+        self.losses: list[Tensor] = []
         self.own_weight = is_overridden("loss_weight", module, TrainModule)
-        if watched:
-            list(watch(module, lambda: self.now, traced))
+        for rank in self.ranks if watched else ():
+            list(watch(rank.module, rank.running, traced))
 
     def hook(self, name: str, *arguments: Any) -> None:
-        """Call a hook of the module, where it has one."""
-        if is_overridden(name, self.module, ModuleHooks):
-            getattr(self.module, name)(*arguments)
+        """Call a hook of each rank's module."""
+        for rank in self.ranks:
+            rank.hook(name, *arguments)
 
     def run(self, feeds: list[Feed], limit: int | None, window: int) -> Record:
         """Train; returns what was recorded."""
-        progress, self.window = self.loop.progress, window
+        progress, self.window = self.progress, window
         self.hook("on_fit_start")
         self.hook("on_train_start")
         while progress.step < self.steps:
@@ -179,94 +275,165 @@ class _Plain:
                 self.step(rest)
             self.hook("on_train_epoch_end")
             progress.epoch += 1
-            for config in self.made.schedulers:
-                if config.interval == "epoch" and progress.epoch % config.frequency == 0:
-                    config.scheduler.step()
+            sums = self.first.loop.metrics.epoch
+            means = {name: total / weight for name, (total, weight) in sums.items() if weight}
+            self.schedule("epoch", progress.epoch, {**self.record.logged.get(progress.step - 1, {}), **means})
+            sums.clear()
             progress.epoch_batch = 0
             if progress.step == before:
-                raise ConfigurationError("the training loader returned no batch", fix="pass a loader with samples")
+                raise DataError("the training loader has no batches", fix="pass a loader with samples")
         return self.record
 
-    def step(self, rows: list[list[tuple[Any, int, list[int] | None]]]) -> None:
+    def step(self, rows: list[_Row]) -> None:
         """One optimizer step over the micro-batches of all ranks: the gradient is sum(w g) / sum(w)."""
-        progress, module, step = self.loop.progress, self.module, self.loop.progress.step
+        progress, step = self.progress, self.progress.step
         weights = [[self.weight(batch, size) for batch, size, _ in row] for row in rows]
-        total = sum(map(sum, weights))
+        total = self.total = sum(map(sum, weights)) or 1.0
         if len(rows) < self.window or any(batch is EMPTY for row in rows for batch, _, _ in row):
             self.record.even = False
-        for optimizer in self.made.optimizers:
-            optimizer.zero_grad()
+        if self.automatic:
+            self.zero()
+        if not self.division.own_buffers or not self.buffers:
+            self.buffers = [self.read_buffers()] * self.division.places
         logs: dict[str, tuple[float, float]] = {}
-        ended: list[_Ended] = []
-        for index, row in enumerate(rows):
-            logs, ended = {}, []
-            for place, (batch, _, ids) in enumerate(row):
-                if batch is EMPTY:
-                    continue
-                ended.append(self.micro(batch, ids, (step, index, place), weights[index][place], total))
-                for name, found in self.loop.metrics.found.items():
-                    value, weight = found[-1]
-                    one, other = logs.get(name, (0.0, 0.0))
-                    logs[name] = (one + value * weight, other + weight)
+        now: dict[str, float] = {}
+        for index, (row, shares) in enumerate(zip(rows, weights, strict=True)):
+            run = self.automatically if self.automatic else self.manually
+            ended, found = run(row, (step, index), [weight / total for weight in shares])
+            logs = {}
+            for name, value, weight in found:
+                one, other = logs.get(name, (0.0, 0.0))
+                logs[name] = (one + value * weight, other + weight)
+            now = {name.removesuffix("_step"): value for name, value, _ in reversed(found)}  # of the first rank
             progress.batch += 1
             progress.epoch_batch += 1
-            if index + 1 < len(rows):  # that of the last micro-batch follows the optimizer step
+            with self.equal_buffers():
+                if index + 1 < len(rows):  # that of the last micro-batch follows the optimizer step
+                    self.end(ended)
+                    continue
+                self.optimize(step, now)
+                progress.step += 1
                 self.end(ended)
-        self.record.gradients[step] = {
-            self.names[id(p)]: whole(p.grad) for p in module.parameters() if p.grad is not None
-        }
-        for optimizer in self.made.optimizers:
-            self.hook("on_before_optimizer_step", optimizer)
-            self.clip([p for group in optimizer.param_groups for p in group["params"]])
-            optimizer.step()
-        for config in self.made.schedulers:
-            if config.interval == "step" and (step + 1) % config.frequency == 0:
-                config.scheduler.step()
-        progress.step += 1
-        self.end(ended)
         self.record.weights[step] = {
-            canonical(n): whole(v) for n, v in module.state_dict().items() if isinstance(v, Tensor)
+            canonical(n): whole(v) for n, v in self.module.state_dict().items() if isinstance(v, Tensor)
         }
         self.record.logged[step] = {name: value / weight for name, (value, weight) in logs.items() if weight}
 
-    def end(self, ended: list[_Ended]) -> None:
-        """Call ``on_train_batch_end`` as the first rank does: a rank calls it once, and its module may keep a state."""
-        if ended:
-            self.hook("on_train_batch_end", *ended[0])
+    def zero(self) -> None:
+        """Drop the gradients of the last step, and its losses."""
+        self.losses = []
+        for optimizer in self.made.optimizers:
+            self.hook("on_before_zero_grad", optimizer)
+            if self.first.owns("optimizer_zero_grad"):
+                self.module.optimizer_zero_grad(self.progress.epoch, self.progress.epoch_batch, optimizer)
+            else:
+                optimizer.zero_grad()
 
-    def micro(self, batch: Any, ids: Any, at: tuple[int, int, int], weight: float, total: float) -> _Ended:
-        """Forward and backward of one micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
+    def optimize(self, step: int, now: dict[str, float]) -> None:
+        """Step optimizers and schedulers, unless the module does."""
+        found = self.record.gradients.setdefault(step, {})
+        if not self.automatic:
+            return
+        found |= {self.names[id(p)]: whole(p.grad) for p in self.module.parameters() if p.grad is not None}
+        module, clip = self.module, self.settings.clip
+        for optimizer in self.made.optimizers:
+            self.hook("on_before_optimizer_step", optimizer)
+            if self.first.owns("configure_gradient_clipping"):
+                module.configure_gradient_clipping(optimizer, *(clip or (None, None)))
+            else:
+                self.first.loop.clip_gradients(optimizer, None, None)
+            if self.first.owns("optimizer_step"):
+                loss = sum(self.losses) if self.losses else None
+                module.optimizer_step(self.progress.epoch, self.progress.epoch_batch - 1, optimizer, lambda: loss)  # noqa: B023
+            else:
+                optimizer.step()
+        self.schedule("step", step + 1, now)
+
+    def schedule(self, interval: str, completed: int, known: dict[str, float]) -> None:
+        """Advance the schedulers that count steps, or epochs."""
+        for config in self.made.schedulers if self.automatic else ():
+            if config.interval != interval or completed % config.frequency:
+                continue
+            waits = config.monitor is not None and config.reduce_on_plateau
+            metric = known.get(str(config.monitor)) if waits else None
+            if waits and metric is None:
+                continue
+            if self.first.owns("lr_scheduler_step"):
+                self.module.lr_scheduler_step(config.scheduler, metric)
+            else:
+                config.scheduler.step(*([] if metric is None else [metric]))
+
+    def end(self, ended: list[_Ended]) -> None:
+        """Call ``on_train_batch_end`` of each rank's module, with its own batch; of a shared one as the first rank."""
+        for rank, arguments in zip(self.ranks, ended, strict=False):
+            rank.hook("on_train_batch_end", *arguments)
+
+    def automatically(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+        """Forward and backward of one micro-batch of each rank, one after the other through one module."""
+        ended: list[_Ended] = []
+        logged: list[tuple[str, float, float]] = []
+        for place, (batch, _, ids) in enumerate(row):
+            if batch is EMPTY:
+                continue
+            self.load_buffers(self.buffers[place])
+            ended.append(self.micro(self.first, batch, ids, (*at, place), shares[place]))
+            self.buffers[place] = self.read_buffers()
+            logged += [(name, *found[-1]) for name, found in self.first.loop.metrics.found.items()]
+        return ended, logged
+
+    def manually(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+        """Each rank's ``training_step``: its ``manual_backward`` waits for those of the others."""
+        ended: dict[int, _Ended] = {}
+        turns = Turns(len(row))
+        self.earlier = {}
+        batch_of_others = next(batch for batch, _, _ in row if batch is not EMPTY)
+
+        def work(place: int) -> None:
+            rank, (batch, _, ids) = self.ranks[place], row[place]
+            rank.loop.backward = partial(self.backward_by_hand, turns, place, shares[place])
+            if batch is EMPTY:  # it has no part in the step, which it makes all the same
+                rank.step(batch_of_others, self.progress.epoch_batch)
+            else:
+                ended[place] = self.micro(rank, batch, ids, (*at, place), shares[place])
+
+        turns.run(work)
+        found = [(name, *value[-1]) for rank in self.ranks for name, value in rank.loop.metrics.found.items()]
+        return [ended[place] for place in sorted(ended)], found
+
+    def micro(self, rank: _Rank, batch: Any, ids: Any, at: tuple[int, int, int], share: float) -> _Ended:
+        """One micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
         step, index, place = at
-        number, module = self.loop.progress.epoch_batch, self.module
-        batch = batch if self.move is None else self.move(batch)
-        self.loop.metrics.weight, self.loop.metrics.found = weight, {}
-        now = self.now = Micro([whole(value) for value in tensors_of(batch)], ids)
+        number = self.progress.epoch_batch
+        batch = batch if rank.move is None else rank.move(batch)
+        rank.loop.metrics.weight, rank.loop.metrics.found = share * self.total, {}
+        now = rank.now = Micro([whole(value) for value in tensors_of(batch)], ids)
         now.watched = Watched() if step in self.watched else None
         self.record.micros[step, index * self.division.places + place] = now
-        self.hook("on_train_batch_start", batch, number)
+        rank.hook("on_train_batch_start", batch, number)
         reseed(self.division.reseeds, step, index * self.division.places + place)
         before = torch.get_rng_state()
-        with self.context or nullcontext():
-            output = module.training_step(batch, number)
+        with self.context() or nullcontext():
+            output = rank.step(batch, number)
         self.record.draws = self.record.draws or not torch.equal(before, torch.get_rng_state())
-        if output is None:
-            self.now = None
-            return None, batch, number
-        now.loss = losses_of(output)
-        for loss in self.losses(output):
-            scaled = loss[1] * (weight / total)
-            self.hook("on_before_backward", scaled)
-            self.backward(scaled, loss[0])
-            self.hook("on_after_backward")
-        self.now = None
-        return output if isinstance(output, dict) else {"loss": output.detach()}, batch, number
+        if output is not None:
+            now.loss = losses_of(output)
+            for loss in self.parts(output) if self.automatic else ():
+                scaled = loss[1] * share
+                self.losses.append(scaled.detach())
+                self.hook("on_before_backward", scaled)
+                self.backward(scaled, loss[0])
+                self.hook("on_after_backward")
+            if not isinstance(output, dict):
+                output = {"loss": output.detach()}
+        rank.now = None
+        return output, batch, number
 
-    def losses(self, output: Any) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
+    def parts(self, output: Any) -> list[tuple[list[nn.Parameter] | None, Tensor]]:
         """Each loss, with the parameters that it trains; None: all."""
         names = self.made.names
         if names is not None and isinstance(output, dict) and set(names) <= output.keys():
             return [
-                ([p for group in optimizer.param_groups for p in group["params"]], output[name])
+                (parameters_of(optimizer), output[name])
                 for name, optimizer in zip(names, self.made.optimizers, strict=True)
                 if output[name] is not None
             ]
@@ -279,15 +446,58 @@ class _Plain:
         else:
             loss.backward(inputs=parameters, retain_graph=True)  # type: ignore[no-untyped-call]
 
-    def clip(self, parameters: list[nn.Parameter]) -> None:
-        """Clip the gradients as the Trainer's settings say."""
-        if self.settings.clip is None:
-            return
-        value, algorithm = self.settings.clip
-        if algorithm == "norm":
-            torch.nn.utils.clip_grad_norm_(parameters, value)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, value)
+    def backward_by_hand(
+        self, turns: Turns, place: int, share: float, loss: Tensor, *rest: Any, **options: Any
+    ) -> None:
+        """Manual optimization: add the gradients that all ranks get from this backward to those from before."""
+        rank, several = self.ranks[place], len(self.ranks) > 1
+        parameters = list(rank.module.parameters())
+        if several:
+            self.earlier[place] = [parameter.grad for parameter in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+            loss = loss * share
+        rank.hook("on_before_backward", loss)
+        rank.module.backward(loss, *rest, **options)
+        if several:
+            modules = [each.module for each in self.ranks]
+            turns.meet(place, lambda: add_gradients(modules, [self.earlier[one] for one in range(len(modules))]))
+        rank.hook("on_after_backward")
+
+    def before_step(self, rank: _Rank, optimizer: Optimizer) -> None:
+        """Manual optimization: record the gradients of a step."""
+        if len(self.ranks) > 1 and not self.earlier:
+            raise ConfigurationError(
+                "training_step steps an optimizer without manual_backward: ranks keep their own gradients",
+                fix="self.manual_backward(loss) in place of loss.backward()",
+            )
+        rank.hook("on_before_optimizer_step", optimizer)
+        if rank is self.first:
+            found = self.record.gradients.setdefault(self.progress.step, {})
+            held = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+            found |= {self.names[id(parameter)]: whole(parameter.grad) for parameter in held}
+
+    def read_buffers(self) -> dict[str, Tensor]:
+        """The buffers of a module that several ranks share: each has values of its own."""
+        if self.division.places == 1 or not self.automatic:
+            return {}
+        return {name: value.detach().clone() for name, value in self.module.named_buffers()}
+
+    def load_buffers(self, values: dict[str, Tensor]) -> None:
+        """Give the module a rank's buffers."""
+        with torch.no_grad():
+            for name, buffer in self.module.named_buffers():
+                if name in values and values[name].shape == buffer.shape:
+                    buffer.copy_(values[name])
+
+    @contextmanager
+    def equal_buffers(self) -> Iterator[None]:
+        """What changes inside is changed on every rank; the module has the buffers of the first."""
+        self.load_buffers(self.buffers[0])
+        yield
+        for name, value in self.read_buffers().items():
+            if name not in self.buffers[0] or not same_bits(value, self.buffers[0][name]):
+                self.buffers = [{**held, name: value} for held in self.buffers]
 
     def weight(self, batch: Any, size: int) -> float:
         """The weight of a micro-batch in its step."""
@@ -298,13 +508,13 @@ class _Plain:
         return float(self.module.loss_weight(batch)) if self.own_weight else float(size)
 
 
-def rows_of(feeds: list[Feed], epoch: int) -> Iterator[list[tuple[Any, int, list[int] | None]]]:
+def rows_of(feeds: list[Feed], epoch: int) -> Iterator[_Row]:
     """The batches of an epoch: a row has one of each place."""
     for feed in feeds:
         feed.record_indices()
     iterators = [feed.sized_epoch(epoch) for feed in feeds]
     while True:
-        row: list[tuple[Any, int, list[int] | None]] = []
+        row: _Row = []
         for feed, iterator in zip(feeds, iterators, strict=True):
             batch, size = next(iterator, (EMPTY, 0))
             row.append((batch, size, None if batch is EMPTY else feed.next_indices()))
@@ -313,23 +523,14 @@ def rows_of(feeds: list[Feed], epoch: int) -> Iterator[list[tuple[Any, int, list
         yield row
 
 
-def _check(module: TrainModule, made: Optimizers) -> None:
-    refused = (
-        "manual optimization: the module has its own loop"
-        if not module.automatic_optimization
-        else "a scheduler that monitors a logged value"
-        if any(config.reduce_on_plateau for config in made.schedulers)
-        else next((f"{name} is overridden" for name in _OWN if is_overridden(name, module, TrainModule)), None)
-    )
-    if refused is not None:
+def _check(made: Optimizers) -> None:
+    repeats = [optimizer for optimizer in made.optimizers if requires_closure(optimizer)]
+    if repeats:
         raise ConfigurationError(
             "verify cannot train this module with a plain loop",
-            found=refused,
-            fix="compare with trainer_kit.testing.check_strategy, or verify a module without it",
+            found=f"{type(repeats[0]).__name__} computes the loss several times in a step",
+            fix="compare with trainer_kit.testing.check_strategy, or verify the module with another optimizer",
         )
-
-
-_OWN = ("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "configure_gradient_clipping")
 
 
 def plain_loop(
@@ -360,7 +561,7 @@ def plain_loop(
         traced: the name of a module whose operations are recorded at these steps.
 
     Raises:
-        ConfigurationError: the module has its own loop.
+        ConfigurationError: an optimizer computes the loss several times, or steps by hand do not exchange gradients.
     """
     window = trainer.accumulation
     feeds, limit = feeds_of(trainer, loaders, division)
