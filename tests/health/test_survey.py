@@ -107,6 +107,24 @@ def test_of_a_slow_link_the_rank_is_named_that_is_slow_with_every_partner() -> N
 
 
 @pytest.mark.world_size(2)
+def test_a_rank_that_was_slow_once_is_measured_again_and_not_named() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        group = ProcessGroup(CPU)
+        measured: list[float] = []
+
+        def speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str]]:
+            measured.append(10.0 if group.rank == 1 and not measured else 100.0 - len(measured))
+            return {"GEMM": measured[-1]}, {}
+
+        monkeypatch.setattr(surveys, "local_speeds", speeds)
+        monkeypatch.setattr(surveys, "group_speeds", lambda group, device: ({}, {}))
+        made = survey(group, CPU, None)
+        assert len(measured) == 2
+        assert [rank.speeds["GEMM"] for rank in made.ranks] == [100.0, 99.0]  # the fastest of both
+        assert about(made, "GEMM") == []
+
+
+@pytest.mark.world_size(2)
 def test_clocks_and_versions_that_differ() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         group = ProcessGroup(CPU)

@@ -66,6 +66,17 @@ def test_a_loss_that_is_averaged_over_the_ranks_twice():
     assert "0.5 times the reference: averaged over the 2 ranks twice" in first.hint
 
 
+@pytest.mark.long
+def test_a_loss_that_differs_by_no_factor_gets_no_hint_of_one():
+    class Shifted(verified.Classifier):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss + 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else loss
+
+    first = verify(Shifted(), steps=2).first
+    assert (first.kind, first.step, first.hint) == ("loss", 0, "")
+
+
 def test_random_numbers_that_no_checkpoint_holds():
     found = verify(verified.OwnMasks())
     resumed = next(each for each in found.findings if each.kind == "resume")
