@@ -236,7 +236,7 @@ OPTION = {
     "--trainer.callbacks=EarlyStoping": "callbacks: no class is called 'EarlyStoping', did you mean 'EarlyStopping'?",
     "--trainer.callbacks=Earliest": "callbacks: no class is called 'Earliest'; write package.module.Class",
     "--trainer.callbacks=EarlyStopping": "callbacks: trainer_kit.callbacks.EarlyStopping needs monitor",
-    "--trainer.callbacks=torch.nn.Linear": "callbacks: torch.nn.Linear is no Callback",
+    "--trainer.callbacks=torch.nn.Linear": "callbacks: torch.nn.Linear is not a subclass of Callback",
     '--trainer.callbacks={"class_path":"Timer","init_args":{"duraton":1}}': "callbacks: trainer_kit.callbacks.Timer "
     "does not take 'duraton', did you mean 'duration'?",
 }
@@ -277,7 +277,7 @@ def test_a_wrong_choice_of_a_class_is_one_line(script):
         ("--model=Wide", "--model.wdth=3"): "__main__.Wide does not take 'wdth', did you mean 'width'?",
         ("--model=Wide", "--model.width=x"): "width: expected int, found x",
         ("--model=no.such.Class",): "no.such.Class cannot be imported: No module named 'no'",
-        ("--model=torch.nn.Linear",): "torch.nn.Linear is no TinyModule",
+        ("--model=torch.nn.Linear",): "torch.nn.Linear is not a subclass of TinyModule",
     }
     said = refusals(script, [["fit", *options] for options in cases], choose=True)
     assert said == [f"train.py fit: --model: {line}" for line in cases.values()]
