@@ -6,9 +6,9 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeVar, overload
 
 from trainer_kit.build import (
     added_callbacks,
@@ -21,7 +21,7 @@ from trainer_kit.build import (
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
-from trainer_kit.core.arguments import as_list, known_arguments, refuse_unknown
+from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
@@ -54,6 +54,30 @@ __all__ = ["Trainer"]
 
 __path__: list[str] = []  # Lightning has modules below this one: `trainer_kit.trainer.states`
 __getattr__ = other_names(__name__)
+
+_Taken = ParamSpec("_Taken")
+_Returned = TypeVar("_Returned")
+# What to write in place of an argument that an entry point does not have; those of the Trainer are added below.
+_ELSEWHERE = {**TRAINING_ARGUMENTS, "module": "model=...", "net": "model=..."}
+
+
+def _entry_point(method: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
+    """Decorate a method: it answers a call on the class, and arguments that it does not have or does not get."""
+    checked = known_arguments(_ELSEWHERE)(method)
+
+    @wraps(method)
+    def call(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
+        if not (args and isinstance(args[0], Trainer)):  # in Trainer.fit(module, loader), the module is `self`
+            verb = method.__name__
+            first = "" if not args else "Trainer" if args[0] is Trainer else f"a {type(args[0]).__name__}"
+            raise ConfigurationError(
+                f"Trainer.{verb} was called on the class, without a Trainer",
+                found=f"Trainer.{verb}({first}, ...)",
+                fix=f"create one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
+            )
+        return checked(*args, **kwargs)
+
+    return call
 
 
 class Trainer(Session):
@@ -281,6 +305,7 @@ class Trainer(Session):
             ]
         )
 
+    @_entry_point
     def fit(
         self,
         model: Any,
@@ -290,7 +315,6 @@ class Trainer(Session):
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
         load_weights_only: bool = False,
-        **unknown: NoReturn,
     ) -> None:
         """Train from step 0 or from a checkpoint; this does not continue an earlier fit of this Trainer.
 
@@ -303,11 +327,7 @@ class Trainer(Session):
             ckpt_path: the checkpoint to resume from: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: accepted for compatibility with Lightning, but True is an error: nothing is unpickled here.
             load_weights_only: load only the weights of the checkpoint: counts, optimizers and data start from 0.
-            unknown: refused, with the argument that is meant.
         """
-        _check_object(self, "fit")
-        if unknown:
-            self._refuse("fit", unknown)
         if weights_only:
             raise ConfigurationError(
                 "weights_only= has no effect: checkpoints of this library are never unpickled",
@@ -328,6 +348,7 @@ class Trainer(Session):
                 fit(run)
             entry.finish()
 
+    @_entry_point
     def validate(
         self,
         model: Any = None,
@@ -336,7 +357,6 @@ class Trainer(Session):
         verbose: bool = True,
         datamodule: Any = None,
         weights_only: bool | None = None,
-        **unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Validate; returns the logged values, one dict for each loader.
 
@@ -347,13 +367,10 @@ class Trainer(Session):
             verbose: print the values.
             datamodule: brings the loaders.
             weights_only: accepted for compatibility with Lightning; nothing is unpickled here.
-            unknown: as in `fit`.
         """
-        _check_object(self, "validate")
-        if unknown:
-            self._refuse("validate", unknown)
         return self._evaluate("validate", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @_entry_point
     def test(
         self,
         model: Any = None,
@@ -362,14 +379,11 @@ class Trainer(Session):
         verbose: bool = True,
         datamodule: Any = None,
         weights_only: bool | None = None,
-        **unknown: NoReturn,
     ) -> list[dict[str, float]]:
         """Test; arguments and result as in `validate`."""
-        _check_object(self, "test")
-        if unknown:
-            self._refuse("test", unknown)
         return self._evaluate("test", model, dataloaders, ckpt_path, verbose, datamodule)
 
+    @_entry_point
     def predict(
         self,
         model: Any = None,
@@ -378,7 +392,6 @@ class Trainer(Session):
         return_predictions: bool = True,
         ckpt_path: str | os.PathLike[str] | None = None,
         weights_only: bool | None = None,
-        **unknown: NoReturn,
     ) -> Any:
         """Predict; returns the results of ``predict_step`` in dataset order, with a list for each of several loaders.
 
@@ -389,11 +402,7 @@ class Trainer(Session):
             return_predictions: False discards them, for callbacks that write predictions.
             ckpt_path: weights to load: a path, a URL, ``"last"`` or ``"best"``.
             weights_only: as in `validate`.
-            unknown: as in `fit`.
         """
-        _check_object(self, "predict")
-        if unknown:
-            self._refuse("predict", unknown)
         if self.start is not None:
             return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
@@ -401,12 +410,6 @@ class Trainer(Session):
             with _watched_evaluation(self, run, self.hang_timeout):
                 outputs = predict(run, return_predictions)
         return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
-
-    def _refuse(self, verb: str, unknown: Mapping[str, Any]) -> None:
-        """Raise `ConfigurationError` for arguments that an entry point does not have; the Trainer may have them."""
-        known = [name for name in inspect.signature(getattr(type(self), verb)).parameters if name != "unknown"][1:]
-        elsewhere = {name: f"Trainer({name}={{value}})" for name in inspect.signature(type(self)).parameters}
-        refuse_unknown(f"Trainer.{verb}", unknown, known, {**TRAINING_ARGUMENTS, **elsewhere})
 
     def _evaluate(
         self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
@@ -440,6 +443,7 @@ class Trainer(Session):
         self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: Literal["svg"]
     ) -> Svg: ...
 
+    @_entry_point
     def explain(
         self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: str = "text"
     ) -> Text | Svg:
@@ -469,6 +473,7 @@ class Trainer(Session):
             )
         return (explain if format == "text" else draw)(self, model, train_dataloaders, datamodule)
 
+    @_entry_point
     def plan(
         self,
         model: Any,
@@ -533,6 +538,7 @@ class Trainer(Session):
             say=self.say,
         )
 
+    @_entry_point
     def verify(
         self,
         model: Any,
@@ -594,13 +600,7 @@ class Trainer(Session):
         return register
 
 
-def _check_object(owner: Any, verb: str) -> None:
-    if not isinstance(owner, Trainer):  # in Trainer.fit(module, loader), the module is `self`
-        raise ConfigurationError(
-            f"Trainer.{verb} was called on the class, without a Trainer",
-            found=f"Trainer.{verb}({'Trainer' if owner is Trainer else f'a {type(owner).__name__}'}, ...)",
-            fix=f"create one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
-        )
+_ELSEWHERE.update({name: f"Trainer({name}={{value}})" for name in inspect.signature(Trainer).parameters})
 
 
 def _refuse(resume: Any, reload_every: Any) -> None:

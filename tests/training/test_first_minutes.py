@@ -297,6 +297,57 @@ def test_an_argument_that_an_entry_point_does_not_have(verb, name, fix):
     assert error.value.found == f"{name}=5"
 
 
+VERBS = ["fit", "validate", "test", "predict", "plan", "verify", "explain"]
+
+
+@pytest.mark.parametrize("name", ["module", "net"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_module_under_another_name(verb, name):
+    with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} has no argument '{name}'") as error:
+        getattr(trainer(), verb)(**{name: TinyModule()})
+    assert error.value.fix == "model=..."
+    assert error.value.found == f"{name}=a TinyModule"
+
+
+@pytest.mark.parametrize("verb", ["fit", "plan", "verify"])
+def test_no_module(verb):
+    with pytest.raises(ConfigurationError, match=f"Trainer.{verb} needs model"):
+        getattr(trainer(), verb)()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_too_many_arguments_without_a_name(verb):
+    with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} takes \d arguments without a name"):
+        getattr(trainer(), verb)(*[None] * 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("world", value) for value in (None, "8", 1.5, float("nan"))],
+        *[("device", value) for value in (3, [])],
+        *[(name, value) for name in ("strategies", "precisions") for value in (3, None, "ddp")],
+        *[("global_batch_size", value) for value in ("8", 1.5, float("nan"))],
+        *[("price", value) for value in ("1", float("nan"))],
+    ],
+)
+def test_an_argument_of_plan_that_is_of_the_wrong_type(name, value):
+    with pytest.raises(ConfigurationError) as error:
+        trainer().plan(TinyModule(), BATCHES, **{"world": 2, "device": "h200", name: value})
+    assert f"{name}={value!r}" in error.value.found
+
+
+@pytest.mark.parametrize("steps", [None, "4", 1.5])
+def test_steps_of_verify_that_are_no_number(steps):
+    with pytest.raises(ConfigurationError, match=r"Trainer.verify\(steps=\) has the wrong type"):
+        trainer().verify(TinyModule(), BATCHES, steps=steps)
+
+
+def test_explain_takes_a_datamodule_as_fit_does():
+    with pytest.raises(ConfigurationError, match="is not a DataModule"):
+        trainer().explain(TinyModule(), datamodule=3)
+
+
 @pytest.mark.parametrize("given", [BATCHES, DataLoader(Rows()), 5])
 def test_a_third_loader_in_the_place_of_the_datamodule(given):
     with pytest.raises(ConfigurationError, match="is not a DataModule") as error:
@@ -390,7 +441,7 @@ def test_persistent_workers_end_with_the_run():
     assert set(multiprocessing.active_children()) <= before
 
 
-@pytest.mark.parametrize("verb", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("verb", VERBS)
 def test_an_entry_point_of_the_class(verb):
     for owner in (TinyModule(), tk.Trainer):
         with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} was called on the class") as error:

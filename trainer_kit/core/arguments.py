@@ -22,6 +22,7 @@ __all__ = [
     "as_list",
     "check_fields",
     "check_timeout",
+    "check_type",
     "known_arguments",
     "positive",
     "refuse_unknown",
@@ -49,7 +50,7 @@ def check_fields(record: Any) -> None:
         ...     size: int = 1
         >>> check_fields(Options("4"))
         Traceback (most recent call last):
-        trainer_kit.core.errors.ConfigurationError: Options.size is of the wrong type
+        trainer_kit.core.errors.ConfigurationError: Options.size has the wrong type
           found: size='4'
           fix:   size takes int
     """
@@ -86,15 +87,28 @@ def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_
         except TypeError:  # Python's own error names the argument
             given = {}
         for name in given.keys() & kinds.keys():
-            if not _fits(given[name], kinds[name]):
-                raise ConfigurationError(
-                    f"{owner}({name}=) has the wrong type",
-                    found=f"{name}={given[name]!r}",
-                    fix=f"{name} takes {inspect.signature(make).parameters[name].annotation}",
-                )
+            check_type(owner, name, given[name], kinds[name], inspect.signature(make).parameters[name].annotation)
         return make(*args, **kwargs)
 
     return checked
+
+
+def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> None:
+    """Raise `ConfigurationError` if ``value`` does not fit the annotation ``kind``, as in `check_fields`.
+
+    Args:
+        owner: the function or class, for the message.
+        name: the argument.
+        value: what the user passed.
+        kind: the annotation, such as ``int | Sequence[int]``.
+        text: the annotation in words; by default as Python prints it.
+    """
+    if not _fits(value, kind):
+        raise ConfigurationError(
+            f"{owner}({name}=) has the wrong type",
+            found=f"{name}={value!r}",
+            fix=f"{name} takes {text or getattr(kind, '__name__', str(kind).replace('collections.abc.', ''))}",
+        )
 
 
 @cache
@@ -179,7 +193,7 @@ def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
         return isinstance(value, Mapping) and all(
             _fits(part, what) for item in value.items() for part, what in zip(item, parts, strict=False)
         )
-    if kind in (list, tuple):
+    if kind in (list, tuple, collections.abc.Sequence):
         several = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
         return several and all(_fits(part, parts[0]) for part in value if parts)
     return isinstance(value, kind)
@@ -235,10 +249,14 @@ def refuse_unknown(
 def known_arguments(
     former: Mapping[str, str],
 ) -> Callable[[Callable[_Taken, _Returned]], Callable[_Taken, _Returned]]:
-    """Decorate a constructor: an unknown argument raises an error that names its replacement.
+    """Decorate a constructor or method: a call that does not fit its arguments raises an error that names the fix.
 
     Args:
-        former: replacements for argument names of other versions; ``{value}`` in them becomes the given value.
+        former: replacements for argument names of other versions; ``{value}`` in them becomes the given value. Read
+            when there is an error, so it may be filled later.
+
+    Raises:
+        ConfigurationError: an argument is unknown, missing, or has no name where it needs one.
 
     Example:
         >>> class Runner:
@@ -256,21 +274,28 @@ def known_arguments(
 
     def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
         parameters = inspect.signature(constructor).parameters
-        known = list(parameters)[1:]
+        several = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+        known = [name for name, each in parameters.items() if each.kind is not each.VAR_POSITIONAL][1:]
         positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
+        named = [name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY]
+        needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
         owner = constructor.__qualname__.removesuffix(".__init__")
 
         @wraps(constructor)
         def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
             refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
-            if len(args) - 1 > positional:
+            if len(args) - 1 > positional and not several:
                 first = args[positional + 1]
                 is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
+                some = f"{positional} arguments without a name" if positional else "its arguments by name"
                 raise ConfigurationError(
-                    f"{owner} takes its arguments by name",
+                    f"{owner} takes {some}",
                     found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}") + " without a name",
-                    fix=former.get("module" if is_module else "", f"such as {known[0]}=..."),
+                    fix=former.get("module" if is_module else "", f"such as {(named or known)[0]}=..."),
                 )
+            for name in needed:
+                if name not in kwargs and (name in named or known.index(name) >= len(args) - 1):
+                    raise ConfigurationError(f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=...")
             return constructor(*args, **kwargs)
 
         return checked

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final, final
 
+from trainer_kit.core.arguments import check_fields
 from trainer_kit.core.device_table import Device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.planning.records import Candidate, Measured, Traffic
@@ -40,13 +41,14 @@ class Assumptions:
     tokens: float | None = None
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not (0 < self.efficiency <= 1 and 0 < self.bandwidth <= 1):
             raise ConfigurationError(
                 "efficiency and bandwidth must be fractions of a peak",
                 found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
                 fix="pass numbers above 0 and at most 1",
             )
-        if self.latency < 0 or (self.price is not None and self.price < 0):
+        if not (self.latency >= 0 and (self.price is None or self.price >= 0)):
             raise ConfigurationError(
                 "latency and price must not be negative", found=f"latency={self.latency}, price={self.price}"
             )

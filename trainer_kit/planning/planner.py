@@ -11,6 +11,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
 
+from trainer_kit.core.arguments import check_type
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.device_table import Device, device_peak, find_device, known_devices
 from trainer_kit.core.devices import device_memory
@@ -80,12 +81,9 @@ def plan_fit(
         say: is called with lines about the progress.
     """
     began = time.monotonic()
-    worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
-    strategies, precisions = _words(strategies, check_word), _words(precisions, make_precision)
-    if not worlds or worlds[0] < 1:
-        raise ConfigurationError("a plan needs at least 1 rank", found=f"world={world!r}", fix="pass world=[8, 64]")
-    if global_batch is not None and global_batch < 1:
-        raise ConfigurationError("the global batch has at least one sample", found=f"global_batch={global_batch}")
+    worlds = _worlds(world, device, global_batch)
+    strategies = _words("strategies", strategies, check_word)
+    precisions = _words("precisions", precisions, make_precision)
     given: Mapping[str, Any] = trainer.arguments if arguments is None else arguments
     with preserved_rng(torch.device("cpu")):
         prepare(trainer, module, datamodule)
@@ -124,8 +122,22 @@ def plan_fit(
     return Plan(question=question, rows=rows, device=name, script=script, notes=notes, seconds=time.monotonic() - began)
 
 
-def _words(words: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
+def _worlds(world: int | Sequence[int], device: str | None, global_batch: int | None) -> tuple[int, ...]:
+    """The numbers of ranks, ascending; refuses arguments of the wrong type or size."""
+    check_type("Trainer.plan", "world", world, int | Sequence[int])
+    check_type("Trainer.plan", "device", device, str | None)
+    check_type("Trainer.plan", "global_batch_size", global_batch, int | None)
+    worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
+    if not worlds or worlds[0] < 1:
+        raise ConfigurationError("a plan needs at least 1 rank", found=f"world={world!r}", fix="pass world=[8, 64]")
+    if global_batch is not None and global_batch < 1:
+        raise ConfigurationError("the global batch has at least one sample", found=f"global_batch={global_batch}")
+    return worlds
+
+
+def _words(name: str, words: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
     """Each word once; ``check`` refuses unknown ones."""
+    check_type("Trainer.plan", name, words, Sequence[str])
     for word in words:
         check(word)
     return tuple(dict.fromkeys(words))

@@ -12,6 +12,7 @@ from typing import Any, Final, final
 
 import torch
 
+from trainer_kit.core.arguments import check_type
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
@@ -135,6 +136,7 @@ def verify(
 
 
 def _refuse(trainer: Session, steps: int) -> None:
+    check_type("Trainer.verify", "steps", steps, int)
     if steps < 1:
         raise ConfigurationError(
             "verify runs at least one step", found=f"steps={steps}", fix="pass a number such as steps=4"

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset
 
+from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
@@ -56,6 +57,7 @@ from trainer_kit.training.settings import Settings
 
 __all__ = [
     "build_module",
+    "check_datamodule",
     "check_module",
     "choose_by_memory",
     "compose_evaluation",
@@ -66,6 +68,18 @@ __all__ = [
     "training_bytes",
     "whole_copies_fit",
 ]
+
+
+def check_datamodule(datamodule: Any) -> None:
+    """Raise `ConfigurationError` for something that cannot be a DataModule, and for hooks that it does not have."""
+    if isinstance(datamodule, (Iterable, int, float)):
+        raise ConfigurationError(
+            "datamodule= is not a DataModule",
+            found=type(datamodule).__name__,
+            fix="fit takes training and validation loaders; trainer.test(module, loader) takes the third",
+        )
+    if isinstance(datamodule, DataModule):
+        check_hooks(type(datamodule), DataHooks)
 
 
 def check_module(module: Any, stage: str) -> None:
@@ -81,7 +95,7 @@ def check_module(module: Any, stage: str) -> None:
             "this is not a TrainModule",
             found=type(module).__name__,
             fix=f"the module comes first: trainer.{stage}(module, loader)"
-            if isinstance(module, (DataLoader, Dataset))
+            if isinstance(module, (DataLoader, Dataset, list, tuple))
             else "subclass trainer_kit.TrainModule (your model may be an attribute of it)",
         )
     if "_modules" not in vars(module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from types import TracebackType
@@ -39,7 +39,6 @@ from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
-from trainer_kit.core.signatures import check_hooks
 from trainer_kit.core.states import TrainerStatus
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
@@ -65,6 +64,7 @@ from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing
 from trainer_kit.training.compose import (
     build_module,
+    check_datamodule,
     check_module,
     compose_evaluation,
     compose_fit,
@@ -100,12 +100,7 @@ class EntryPoint:
             if datamodule is not None:
                 raise ConfigurationError("the datamodule is given twice", fix="pass it only as datamodule=")
             loaders, datamodule = None, loaders
-        if isinstance(datamodule, (Iterable, int)):
-            raise ConfigurationError(
-                "datamodule= is not a DataModule",
-                found=type(datamodule).__name__,
-                fix="fit takes training and validation loaders; trainer.test(module, loader) takes the third",
-            )
+        check_datamodule(datamodule)
         self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
         self.is_set_up = is_set_up
         self.fitted = model is None
@@ -113,8 +108,6 @@ class EntryPoint:
         if self.module is None:
             raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
         check_module(self.module, stage)
-        if isinstance(datamodule, DataModule):
-            check_hooks(type(datamodule), DataHooks)
         self.unwinding = Teardown()
         self.bus: Bus
         self._before = trainer.callbacks

@@ -21,7 +21,7 @@ from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.compose import check_module, choose_by_memory
+from trainer_kit.training.compose import check_datamodule, check_module, choose_by_memory
 from trainer_kit.training.loaders import find_loaders, training_feed
 from trainer_kit.training.session import Session
 
@@ -167,6 +167,7 @@ def _loop(trainer: Session, module: Any, bus: Bus) -> list[str]:
 
 def prepare(trainer: Session, module: Any, datamodule: Any) -> None:
     """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
+    check_datamodule(datamodule)
     owners = [owner for owner in (datamodule, module) if owner is not None]
     for owner in owners:
         owner.trainer = trainer
