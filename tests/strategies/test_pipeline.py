@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -201,6 +203,38 @@ def test_an_error_of_the_last_stage_is_raised(make: Any, error: Any, what: str) 
 
     with pytest.raises(error, match=what):
         run_distributed(fit, 2, make)
+
+
+@pytest.mark.slow
+@pytest.mark.world_size(2)
+def test_weights_of_other_stages_are_freed_at_once() -> None:
+    """Blocks that recompute hold themselves: their weights stayed until Python looked for cycles."""
+
+    class Looking(Writer):
+        def on_train_start(self) -> None:
+            own = {id(parameter) for parameter in self.parameters()}
+            self.left = [found for reference in before if (found := reference()) is not None and id(found) not in own]
+            assert len(own) < len(before)
+
+    module = Looking()
+    before = [weakref.ref(parameter) for parameter in module.parameters()]
+    trainer = tk.Trainer(
+        accelerator="cpu",
+        strategy=stages(),
+        devices=2,
+        max_steps=1,
+        activation_checkpointing=True,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    gc.disable()
+    try:
+        trainer.fit(module, texts((4,) * 2))
+    finally:
+        gc.enable()
+    assert module.left == []
 
 
 @pytest.mark.slow

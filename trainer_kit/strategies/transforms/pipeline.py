@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -600,3 +601,6 @@ class PipelineParallel(Transform):
         """Remove, in place, the modules that belong to stages of other ranks."""
         if not self.pipeline.has(module):
             self.pipeline.divide(module, self.plan, self.precision)
+            # A module that holds its own method, as recomputed ones do, is a cycle: its weights would stay until Python
+            # looks for cycles, which may take an epoch.
+            gc.collect()
