@@ -18,7 +18,7 @@ from tests.planning.workloads import GPT, LanguageModel, Measured, compared, mad
 from trainer_kit.core.errors import ConfigurationError, StrategyError, TrainerKitError
 from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.records import CATEGORIES, Candidate
-from trainer_kit.strategies import FSDPStrategy
+from trainer_kit.strategies import FSDPStrategy, MeshStrategy
 from trainer_kit.testing import TinyModule, run_distributed
 
 
@@ -68,10 +68,11 @@ def test_two_ranks(strategy):
     close("gpt", candidate(strategy, 2), within=0.01)
 
 
+_MODELS = ("cnn", "encoder", "gpt", "llama", "mixer", "mlp", "recommender", "resnet", "vit")
 _MATRIX = [
-    *[("single_device", 1, name) for name in ("cnn",)],
-    *[("ddp", 2, name) for name in ("mlp", "cnn", "encoder", "llama")],
-    *[("fsdp", world, name) for world in (2, 4) for name in ("cnn", "encoder", "gpt", "llama")],
+    *[("single_device", 1, name) for name in ("cnn", "mixer", "recommender", "resnet", "vit")],
+    *[("ddp", 2, name) for name in _MODELS if name != "gpt"],
+    *[("fsdp", world, name) for world in (2, 4) for name in _MODELS],
     *[("tp2", 2, name) for name in ("mlp", "gpt")],
     *[("tp2", 4, name) for name in ("gpt",)],
 ]
@@ -81,13 +82,30 @@ _MATRIX = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("strategy", "world", "name"), _MATRIX)
 def test_every_pair(strategy, world, name, again):
-    close(name, candidate(strategy, world, activation_checkpointing=again))
+    samples = 512 if name == "recommender" else 8
+    close(name, candidate(strategy, world, samples=samples, activation_checkpointing=again))
+
+
+@pytest.mark.slow
+def test_bfloat16():
+    close("gpt", candidate(precision="bf16-mixed"), within=0.01)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("tp2", 2)])
+def test_bfloat16_of_every_strategy(strategy, world, precision):
+    for again in (False, True):
+        close("gpt", candidate(strategy, world, precision=precision, activation_checkpointing=again))
+    close("mlp", candidate(strategy, world, precision=precision))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_pipelines(world):
-    close("gpt", candidate("pp2", world, samples=4, accumulate=4))
+def test_pipelines(world, name, again):
+    close(name, candidate("pp2", world, samples=4, accumulate=4, activation_checkpointing=again))
 
 
 @pytest.mark.long
@@ -107,6 +125,22 @@ def test_autocast_copies_all_weights_under_fsdp():
     size = 2 * 24 * 512 * 512
     assert 0.95 * size < copied - gathered < 1.1 * size
     assert AUTOCAST_COPIES in found.notes
+    axes = MeshStrategy(dp_shard=2)
+    _, along_an_axis = compared("deep", tried, strategy=axes)
+    assert abs(along_an_axis / copied - 1) < 0.01
+
+
+@pytest.mark.parametrize(("strategy", "world", "copies"), [("tp2", 2, False), ("tp2", 4, True), ("ddp", 2, False)])
+def test_copies_are_noted_where_a_mesh_shards_too(strategy, world, copies):
+    module, batch = made("gpt", 2)
+    for precision in ("32-true", "bf16-mixed"):
+        found = on_cpu(module, batch, candidate(strategy, world, precision=precision))
+        assert (AUTOCAST_COPIES in found.notes) == (copies and precision == "bf16-mixed")
+
+
+@pytest.mark.long
+def test_autocast_copies_on_a_mesh():
+    close("gpt", candidate("tp2", 4, precision="bf16-mixed"))
 
 
 def test_autocast_keeps_copies_of_weights_over_recomputation_too():
@@ -270,11 +304,33 @@ def test_two_optimizers():
 
 def test_offload_holds_state_in_host_memory():
     module, batch = made("mlp", 2)
-    kept, away = (on_cpu(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True))
+    kept, away = (measure(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True))
     assert kept.host == 0
     assert away.memory[0]["optimizer"] == away.memory[0]["parameters"] == 0
     assert away.host >= kept.memory[0]["optimizer"] + kept.memory[0]["parameters"]
     assert away.peak < kept.peak
+
+
+def test_offload_saves_nothing_on_a_cpu():
+    """A plan for a CPU took the memory of the host for another one, in which more would fit."""
+    module, batch = made("mlp", 2)
+    kept, away = (on_cpu(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True))
+    assert away.memory == kept.memory
+    assert away.host == 0
+    assert any("saves nothing" in note for note in away.notes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("world", [2, 4])
+def test_offload_is_that_of_a_real_step(world, again):
+    """On a CPU the real fit holds what the device and the host would hold, together."""
+    tried = candidate("fsdp", world, offload=True, activation_checkpointing=again)
+    close("gpt", tried, within=0.01)
+    module, batch = made("gpt", 2)
+    together, divided = on_cpu(module, batch, tried), measure(module, batch, tried)
+    state = (*divided.memory[0].values(), divided.host)
+    assert max(divided.peak, divided.host) < together.peak <= sum(state) * 1.05
 
 
 # -- large models ----------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def measure(
         candidate: the configuration.
         trainer: gives the module its settings, such as gradient clipping; None: those of ``Trainer()``.
         accelerator: where the run will be. torch's optimizers step all tensors together on an accelerator, and one
-            after the other on a ``"cpu"``.
+            after the other on a ``"cpu"``. What is offloaded to host memory stays in that of a ``"cpu"``.
         size: the samples in ``batch``; None: the rows of its first tensor.
 
     Returns:
@@ -181,7 +181,7 @@ class _Trial:
                 run.micro.release()
             finally:
                 strategy.stop()
-        host = _HOST if candidate.offload else ()
+        host = _HOST if candidate.offload and self.accelerator != "cpu" else ()  # on a CPU it is the same memory
         on_host = tracker.peak(since, left_out=set(CATEGORIES) - set(host)) if host else {}
         memory = tracker.peak(since, left_out=host)
         return memory, sum(on_host.values()), counter.traffic(), tracker.flops - flops
@@ -301,15 +301,19 @@ def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
     notes = ["fragmentation, the workspace of kernels and the memory of libraries are not in it"]
     if accelerator != "cpu":
         notes.append(f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward")
-    precision = choose_precision(candidate.precision, None, strategy_for(candidate))
-    if strategy_for(candidate).engine == "fsdp" and precision.param_dtype is not None:
+    strategy = strategy_for(candidate)
+    sizes = strategy.places(candidate.world)
+    gathers = strategy.engine == "fsdp" or sizes.get("dp_shard", 1) * sizes.get("cp", 1) > 1
+    if gathers and choose_precision(candidate.precision, None, strategy).param_dtype is not None:
         notes.append(AUTOCAST_COPIES)
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
         notes.append("recurrent layers are measured as plain operators; a fused kernel has its own workspace")
     if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):
         found = ", ".join(sorted(_READ & batch.keys()))
         notes.append(f"models of transformers read {found}: measured as for samples that are padded or packed")
-    if candidate.offload:
+    if candidate.offload and accelerator == "cpu":
+        notes.append("host memory is the device's on a CPU: offload saves nothing")
+    elif candidate.offload:
         notes.append("copies between host and device memory, of one unit at a time, are not in it")
     return tuple(notes)
 
