@@ -88,6 +88,12 @@ def test_what_could_not_be_checked(verify, tmp_path):
     assert (ran.returncode, "could not check" in ran.stderr) == (2, True)
     ran = verify("--html", "none/page.html")
     assert (ran.returncode, "is not a writable directory" in ran.stderr) == (2, True)
+    (tmp_path / "train.py").write_text(SCRIPT.replace("batch[1])", "batch[2])"), encoding="utf-8")
+    ran = verify("--strategy", "ddp", "--devices", 2)
+    line = SCRIPT.splitlines().index("        loss = F.cross_entropy(self.net(batch[0]), batch[1])") + 1
+    assert ran.returncode == 2
+    assert "could not check: IndexError: list index out of range\n  found: " in ran.stderr
+    assert ran.stderr.rstrip().endswith(f"train.py, line {line}, in training_step")
     (tmp_path / "train.py").write_text("raise ValueError('broken')\n", encoding="utf-8")
     ran = verify()
     assert (ran.returncode, "broken" in ran.stderr) == (2, True)

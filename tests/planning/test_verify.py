@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import BatchEncoding
 
 import trainer_kit as tk
@@ -262,6 +263,25 @@ def test_buffers_that_change_with_each_forward(strategy):
     """The plain loop changed them once for each rank: a false alarm for spectral norms."""
     found = verify(verified.Spectral(), strategy=strategy, accumulate_grad_batches=2, steps=2)
     assert found.ok, str(found)
+
+
+def test_modules_that_exchange_values_themselves_are_refused():
+    """The first was refused with the words for float64."""
+
+    class Reduces(verified.Classifier):
+        def training_step(self, batch, batch_idx):
+            dist.all_reduce(torch.ones(()))
+            return super().training_step(batch, batch_idx)
+
+    class Gathers(verified.Classifier):
+        def training_step(self, batch, batch_idx):
+            self.all_gather(batch[1])
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(tk.ConfigurationError, match="without a process group"):
+        verify(Reduces(), steps=2)
+    with pytest.raises(tk.ConfigurationError, match="gathers values of all ranks"):
+        verify(Gathers(), steps=2)
 
 
 def test_what_cannot_be_verified_is_refused():

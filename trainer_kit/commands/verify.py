@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import sys
+import sysconfig
+import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -67,7 +71,7 @@ def verify(
     except TrainerKitError as error:
         _end(str(error))
     except Exception as error:  # of the script's own code, in any of the runs
-        _end(f"{type(error).__name__}: {error}")
+        _end(f"{type(error).__name__}: {error}{_place(error)}")
     click.echo(json.dumps(found.to_dict(), indent=2, allow_nan=False) if as_json else str(found))
     if html is not None and not as_json:
         click.echo(html)
@@ -81,6 +85,15 @@ def _refuse_local(local: bool, ranks: int) -> None:
             found=f"--local with {ranks} ranks: torch's threaded process group cannot repeat what processes do",
             fix="leave out --local: ranks are processes of this machine, and need no GPU",
         )
+
+
+def _place(error: BaseException) -> str:
+    """The line of the user's code that raised; a rank's traceback is a note of its error."""
+    lines = [*traceback.format_tb(error.__traceback__), *getattr(error, "__notes__", [])]
+    frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "".join(lines))
+    others = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib"), "<")
+    own = [frame for frame in frames if not any(other in frame[0] for other in others)]
+    return "\n  found: {}, line {}, in {}".format(*own[-1]) if own else ""
 
 
 def _end(why: str) -> NoReturn:

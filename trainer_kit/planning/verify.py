@@ -15,7 +15,7 @@ import torch
 from trainer_kit.core.arguments import check_type
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.launch.processes import no_garbage_in_forks
 from trainer_kit.loggers.journal import JSONLLogger
@@ -217,11 +217,27 @@ class _Verifier:
         """The plain loop in float64."""
         try:
             return self.runs.plain(make_precision("64-true"), division)
-        except (RuntimeError, TypeError) as error:  # it has run in the Trainer's precision
+        except TrainerKitError:
+            raise
+        except Exception as error:  # it has run in the Trainer's precision
+            self._check_plain(division)
             raise ConfigurationError(
                 "the module does not run in float64, which verify needs to measure rounding errors",
                 found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
                 fix="cast to self.dtype or to the dtype of another tensor, not to a fixed one",
+            ) from error
+
+    def _check_plain(self, division: Division) -> None:
+        """Raise where the plain loop does not run in float32 either: then its dtype is not the cause."""
+        try:
+            self.runs.plain(make_precision("32-true"), division)
+        except TrainerKitError:
+            raise
+        except Exception as error:
+            raise ConfigurationError(
+                "the module does not run in the plain loop of verify: one process, without a process group",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                fix="call torch.distributed only if torch.distributed.is_initialized()",
             ) from error
 
     def loop(self, division: Division, single: Record) -> None:

@@ -150,6 +150,16 @@ class _Loop:
         else:
             torch.nn.utils.clip_grad_value_(parameters, value)
 
+    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+        """As in one process; refused where there would be other ranks."""
+        if self.world_size > 1:
+            raise ConfigurationError(
+                "verify cannot compare a step that gathers values of all ranks: its plain loop has one process",
+                found="all_gather",
+                fix="verify with devices=1, or leave all_gather out of training_step",
+            )
+        return data
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._trainer, name)
 
