@@ -12,8 +12,6 @@ import time
 
 import pytest
 
-from tests.report.pages import data_of
-
 pytestmark = pytest.mark.slow
 
 SCRIPT = """
@@ -69,8 +67,9 @@ def test_a_right_configuration(verify, tmp_path):
     assert found["configuration"] == "strategy ddp, precision 32-true, 2 processes"
     assert len(found["curve"]) == 2
     assert "trained" not in ran.stderr
-    series = {series["name"]: series["last"] for series in data_of(page)["runs"][0]["series"]}
-    assert series["difference_of_weights"] <= series["allowed_by_rounding"]
+    drawn = page.read_text(encoding="utf-8")
+    assert "all equal, as far as checked" in drawn
+    assert drawn.count("<polyline") == 2
 
 
 def test_a_wrong_one(verify):

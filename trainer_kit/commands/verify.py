@@ -49,7 +49,7 @@ def verify(
     differs, with 1 where something does, and with 2 where it could not be checked.
     """
     from trainer_kit.planning.script import captured_fit
-    from trainer_kit.planning.verify import write_page
+    from trainer_kit.planning.verify_page import write_page
     from trainer_kit.trainer import Trainer
 
     chosen: dict[str, Any] = {

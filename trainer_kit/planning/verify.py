@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final, final
 
 import torch
@@ -18,7 +15,6 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.launch.processes import no_garbage_in_forks
-from trainer_kit.loggers.journal import JSONLLogger
 from trainer_kit.planning.verify_compare import Finding, Judge, Point, compare_order, compare_samples, same_bits
 from trainer_kit.planning.verify_operations import first_other
 from trainer_kit.planning.verify_recorder import Record
@@ -26,12 +22,10 @@ from trainer_kit.planning.verify_reference import Division
 from trainer_kit.planning.verify_runs import Runs, locked_directory
 from trainer_kit.planning.verify_world import depends, named, shares_of
 from trainer_kit.precision.aliases import make_precision
-from trainer_kit.report.collect import RunDirectory
-from trainer_kit.report.page import write_report
 from trainer_kit.training.compose import check_module
 from trainer_kit.training.session import Session
 
-__all__ = ["Check", "Verification", "verify", "write_page"]
+__all__ = ["Check", "Verification", "verify"]
 
 _EPS: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
 _RESEEDS: Final = 20_26
@@ -454,39 +448,3 @@ def _first_output(one: list[Record], other: list[Record], step: int) -> tuple[st
                 if key in pair.watched.outputs and not same_bits(value, pair.watched.outputs[key]):
                     return key[0], ", first in the output of this module"
     return "", ""
-
-
-def write_page(path: str | os.PathLike[str], verification: Verification) -> Path:
-    """Write a verification as one HTML file, drawn as the report of a run.
-
-    Args:
-        path: the file.
-        verification: its curve and checks.
-
-    Raises:
-        OSError: it cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as directory:
-        ...     page = write_page(f"{directory}/verify.html", Verification("ddp", 4))
-        ...     "<html" in page.read_text()
-        True
-    """
-    with tempfile.TemporaryDirectory(prefix="trainer_kit-page-") as directory:
-        run = Path(directory, "verify")
-        journal = JSONLLogger(str(run), "", "")
-        journal.log_hyperparams(
-            {
-                "configuration": verification.configuration,
-                **{check.name: f"{check.status}: {check.text}" for check in verification.checks},
-                **{f"difference {at + 1}": str(finding) for at, finding in enumerate(verification.findings)},
-            }
-        )
-        for point in verification.curve:
-            values = {"difference_of_weights": point.difference, "allowed_by_rounding": point.allowed}
-            journal.log_metrics(values, step=point.step + 1)
-        journal.finalize("success")
-        content = RunDirectory(run)
-        content.read()
-        return write_report(path, [content])
