@@ -83,3 +83,26 @@ def test_wrong_calls_exit_with_2():
         done = run(*words)
         assert done.exit_code == 2, done.output
         assert text in done.output
+
+
+def test_errors_of_the_scripts_data_are_answered_in_three_lines():
+    """A missing key of the dataset ended with the frames of click and of this library."""
+    broken = (
+        "class Broken(torch.utils.data.Dataset):\n    __len__ = lambda self: 8\n    def __getitem__(self, index):\n"
+    )
+    source = SCRIPT.replace("parser =", f"{broken}        raise KeyError('pixels')\nparser =", 1)
+    source = source.replace("torch.randn(64, width)", "Broken()")
+    Path("train.py").write_text(source, encoding="utf-8")
+    done = run("--world", "2", "--device", "h200")
+    assert done.exit_code == 2, done.output
+    assert "train.py failed while the plan read the first batch of the training data (line 17)" in done.output
+    assert "found: KeyError: 'pixels'\n  fix:   run it first: " in done.output
+    assert "Traceback" not in done.output
+
+
+def test_a_wrong_argument_of_the_scripts_trainer_keeps_its_own_words():
+    Path("train.py").write_text(SCRIPT.replace("num_nodes=2", "num_node=2"), encoding="utf-8")
+    done = run("--world", "2", "--device", "h200")
+    assert "failed before its Trainer.fit (line 18): Trainer has no argument 'num_node'" in done.output
+    assert done.output.count("found:") == done.output.count("fix:") == 1
+    assert "did you mean 'num_nodes'?" in done.output

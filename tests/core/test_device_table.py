@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer_kit.core.device_table import device_peak, find_device, known_devices
+from trainer_kit.core.device_table import _rows, device_peak, find_device, known_devices
 from trainer_kit.core.errors import ConfigurationError
 
 
@@ -19,6 +19,30 @@ def test_each_row_is_complete_and_plausible(word):
     assert row.system
     assert row.source
     assert device_peak(row.name, "16-true") == row.flops("16-true"), "the monitor finds the same row"
+
+
+@pytest.mark.parametrize("row", _rows(), ids=lambda row: row.name)
+def test_rates_are_those_of_dense_products(row):
+    """A sheet's rate with sparsity is twice the dense one: in one column alone it would show here."""
+    assert row.half >= row.tf32 >= row.single > 0
+    assert row.source
+    if row.tf32 > row.single:  # tensor cores multiply TF32 at half the rate of 16-bit floats
+        assert row.half == pytest.approx(2 * row.tf32, rel=0.03)
+
+
+def test_links_are_those_of_one_direction():
+    """The sheets give both: 900 GB/s of NVLink for an H100. Half of it was halved again for TPUs."""
+    both = {
+        "h100": 900,
+        "b200": 1800,
+        "a100": 600,
+        "v100": 300,
+        "mi300x": 896,
+        "tpu-v5e": 400,
+        "tpu-v5p": 1200,
+        "l4": 64,
+    }
+    assert {word: 2 * find_device(word).link for word in both} == both
 
 
 def test_words_find_their_rows():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +12,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit import Trainer
+from trainer_kit.core.device_table import find_device
+from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.planning.measure import AUTOCAST_COPIES
+from trainer_kit.core.module import build_once
+from trainer_kit.planning import planner
+from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.planner import plan_fit
+from trainer_kit.planning.records import Candidate
 from trainer_kit.strategies import DDPStrategy, PostLocalSGD
+from trainer_kit.training.compose import training_bytes
 
 
 class Net(tk.TrainModule):
@@ -299,3 +308,230 @@ def test_progress_is_printed_for_long_searches_only(monkeypatch):
     monkeypatch.setattr("trainer_kit.planning.planner._QUIET", -1)
     plan_fit(trainer(), Net(), loader(), **options)
     assert [line.partition(":")[0] for line in lines] == ["single_device, 32-true, 1 rank, micro-batch 64"]
+
+
+def plan_of(module, **given):
+    options = {"world": 2, "device": "h100", "strategies": ["ddp"], "precisions": ["32-true"], **given}
+    return options.pop("trainer", None) or trainer(), module, options.pop("loader", None) or loader(), options
+
+
+def planned(module=None, **given):
+    own, module, data, options = plan_of(Net(32, 2) if module is None else module, **given)
+    return own.plan(module, data, **options)
+
+
+def test_a_class_another_module_and_a_dataset_are_refused_before_the_search():
+    with pytest.raises(ConfigurationError, match="this is a class, not a module object"):
+        planned(Net)
+    with pytest.raises(ConfigurationError, match="this is not a TrainModule\n  found: Linear"):
+        planned(nn.Linear(2, 2))
+    with pytest.raises(ConfigurationError, match=r"this is not a loader\n  found: TensorDataset\n  fix:   pass a Data"):
+        planned(loader=loader().dataset)
+
+
+def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
+    """Each row said that it cannot be built; inside a fit the plan even called setup() of the running module."""
+
+    class Planning(tk.Callback):
+        def on_train_batch_end(self, trainer, module, *values):
+            planned(trainer=trainer)
+
+    run = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False}
+    with pytest.raises(ConfigurationError, match="nothing runs\n  found: a running fit"):
+        Trainer(callbacks=[Planning()], **run).fit(Net(32, 2), loader(width=32))
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(
+            ConfigurationError, match="nothing runs\n  found: a process group of 1 ranks\n  fix:   plan"
+        ):
+            planned()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_errors_of_the_users_code_keep_their_class_and_name_what_the_plan_did():
+    class Download(tk.DataModule):
+        def prepare_data(self):
+            raise OSError("no network")
+
+        def train_dataloader(self):
+            return loader()
+
+    class Broken(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            raise KeyError("pixels")
+
+    class Counts(Net):
+        def loss_weight(self, batch):
+            return batch["tokens"]
+
+    for given, kind, doing in (
+        ({"loader": Download()}, OSError, "while the plan called prepare_data() and setup(), as a fit does"),
+        ({"loader": DataLoader(Broken())}, KeyError, "while the plan read the first batch of the training data"),
+        ({"module": Counts(32, 2)}, TypeError, "while loss_weight counted the tokens of the first batch"),
+    ):
+        with pytest.raises(kind) as raised:
+            planned(**given)
+        assert doing in raised.value.__notes__
+
+
+def test_setup_of_a_module_reads_the_datamodule():
+    """`trainer.datamodule` was None there, so a module that counts its classes could not be planned or explained."""
+
+    class Data(tk.DataModule):
+        def setup(self, stage):
+            self.classes = 7
+
+        def train_dataloader(self):
+            return loader(width=32)
+
+    class Sized(Net):
+        def setup(self, stage):
+            self.head = nn.Linear(32, self.trainer.datamodule.classes)
+
+    assert planned(Sized(32, 2), loader=Data()).best() is not None
+    assert "layout" in str(trainer().explain(Sized(32, 2), datamodule=Data()))
+
+
+def test_a_step_that_fails_is_noted_with_a_way_to_try_it(capfd):
+    class Wrong(Net):
+        def training_step(self, batch, batch_idx):
+            return self.layers(batch[0][:, :5]).sum()
+
+    found = planned(Wrong(32, 2))
+    assert found.rows[0].reason.count("weights, gradients and optimizer state") == 1
+    assert (
+        "the rest is unknown: the step cannot run without data (RuntimeError in test_planner.py" in found.rows[0].reason
+    )
+    assert any("Trainer(fast_dev_run=True)" in note for note in found.notes)
+    assert "Traceback" not in capfd.readouterr().err, "torch logs one for each operator that fails"
+
+
+def test_a_missing_optimizer_is_answered_with_its_fix():
+    class Without(tk.TrainModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(256, 1)
+
+        def training_step(self, batch, batch_idx):
+            return self.layer(batch[0]).sum()
+
+    assert "Without has no optimizer: override configure_optimizers" in planned(Without()).rows[0].reason
+
+
+@pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
+def test_float16_with_a_gradient_scaler_is_measured(strategy):
+    """The scaler reads whether gradients are finite: no plan for a T4 or a V100 ranked its mixed precision."""
+    options = {"world": 1 if strategy == "single_device" else 2, "device": "t4", "strategies": [strategy]}
+    rows = {row.candidate.precision: row for row in planned(Net(), precisions=["16-mixed", "32-true"], **options).rows}
+    mixed, whole = rows["16-mixed"].measured, rows["32-true"].measured
+    assert mixed.exact
+    assert rows["16-mixed"].estimate is not None
+    assert mixed.flops == whole.flops
+
+
+def test_a_step_that_needs_data_is_calculated_in_true_precision():
+    """The weights of the copy could not be converted: the row named an internal error of torch."""
+
+    class Reads(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * batch[0].sum().item()
+
+    held = 16 * sum(parameter.numel() for parameter in Net().parameters())
+    row = planned(Reads(), precisions=["bf16-true"]).rows[0]
+    assert row.measured.peak == pytest.approx(held // 2, rel=0.001)
+
+
+class Tied(Net):
+    def __init__(self):
+        super().__init__(128, 3)
+        self.layers[2][0].weight = self.layers[0][0].weight
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__(128, 3)
+        self.layers[0].requires_grad_(False)
+
+
+class Buffered(Net):
+    def __init__(self):
+        super().__init__(128, 3)
+        self.register_buffer("table", torch.zeros(400, 400))
+
+
+class Late(Net):
+    def __init__(self):
+        tk.TrainModule.__init__(self)
+
+    def configure_model(self):
+        if not hasattr(self, "layers"):
+            self.layers = Net(128, 3).layers
+
+
+class Halves(Net):
+    def __init__(self):
+        super().__init__(128, 3)
+        self.layers[0].to(torch.bfloat16)
+
+    def training_step(self, batch, batch_idx):
+        return self.layers[1:](self.layers[0](batch[0].bfloat16()).float()).square().mean()
+
+
+class Plain(Net):
+    def __init__(self):
+        super().__init__(128, 3)
+
+
+@pytest.mark.parametrize(
+    ("module", "precision"),
+    [
+        (Plain, "32-true"),
+        (Plain, "bf16-mixed"),
+        (Plain, "16-mixed"),
+        (Plain, "bf16-true"),
+        (Plain, "64-true"),
+        (Tied, "32-true"),
+        (Frozen, "32-true"),
+        (Frozen, "bf16-true"),
+        (Buffered, "32-true"),
+        (Halves, "32-true"),
+        (Late, "32-true"),
+    ],
+)
+def test_auto_decides_by_the_bytes_that_a_plan_measures(module, precision):
+    """Buffers, and layers of configure_model in the line of the plan, were left out."""
+    tried = Candidate(strategy="ddp", precision=precision, world=2, micro_batch=4)
+    held = measure(module(), [torch.zeros(4, 128)], tried, trainer=trainer()).memory[0]
+    state = held["parameters"] + held["gradients"] + held["optimizer"]
+    built = module()
+    build_once(built)
+    assert training_bytes(built, precision, True) == pytest.approx(state, rel=1e-4)
+    if precision != "64-true":  # no data sheet gives its rate
+        plan = planned(module(), precisions=[precision], loader=loader(width=128))
+        assert f'strategy="auto" takes ddp: {in_units(training_bytes(built, precision, True))} ' in str(plan)
+
+
+def test_a_choice_of_auto_that_differs_from_the_table_is_explained():
+    def note(module, memory, **given):
+        small = replace(find_device("h100"), memory=memory / 1e9)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planner, "find_device", lambda word: small)
+            plan = planned(module, strategies=["ddp", "fsdp"], **given)
+        return next(text for text in plan.notes if text.startswith('strategy="auto"'))
+
+    class Simple(Net):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    held = training_bytes(Net(), "32-true", True)
+    assert note(Net(), 4 * held).endswith("GB") or note(Net(), 4 * held).endswith("MB")
+    assert 'auto" takes ddp' in note(Net(), 1.3 * held)
+    assert "On 2 ranks that does not fit: auto does not count activations" in note(Net(), 1.3 * held)
+    assert "takes fsdp" in note(Simple(), 1.1 * held)
+    assert "On 2 ranks ddp fits too: auto assumes Adam" in note(Simple(), 1.1 * held)

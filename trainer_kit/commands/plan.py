@@ -61,9 +61,10 @@ def plan(
     """
     from trainer_kit.checkpoint.files import in_bytes
     from trainer_kit.core.device_table import find_device
+    from trainer_kit.core.errors import TrainerKitError
     from trainer_kit.planning.estimate import Assumptions
     from trainer_kit.planning.planner import plan_fit
-    from trainer_kit.planning.script import captured_fit
+    from trainer_kit.planning.script import captured_fit, failed_script
     from trainer_kit.trainer import Trainer
 
     if device not in (None, "cpu"):
@@ -71,22 +72,27 @@ def plan(
     limit = None if max_memory is None else in_bytes(max_memory, "--max-memory")
     with contextlib.redirect_stdout(sys.stderr):  # the script's output is not part of the result
         fit = captured_fit(script, arguments, trainer_class=Trainer, empty_weights=True)
-        found = plan_fit(
-            fit.trainer,
-            fit.module,
-            fit.train_dataloaders,
-            fit.datamodule,
-            world=world,
-            device=device,
-            max_memory=limit,
-            strategies=strategies,
-            precisions=precisions,
-            global_batch=global_batch,
-            assumptions=Assumptions(price=price, efficiency=efficiency),
-            arguments=fit.arguments,
-            script=shlex.join([script, *arguments]),
-            say=lambda text: click.echo(text, err=True),
-        )
+        try:
+            found = plan_fit(
+                fit.trainer,
+                fit.module,
+                fit.train_dataloaders,
+                fit.datamodule,
+                world=world,
+                device=device,
+                max_memory=limit,
+                strategies=strategies,
+                precisions=precisions,
+                global_batch=global_batch,
+                assumptions=Assumptions(price=price, efficiency=efficiency),
+                arguments=fit.arguments,
+                script=shlex.join([script, *arguments]),
+                say=lambda text: click.echo(text, err=True),
+            )
+        except TrainerKitError:
+            raise
+        except Exception as error:  # of the script: its data, or its hooks
+            raise failed_script(script, error, *getattr(error, "__notes__", ["in the plan"])[-1:]) from error
     if html is not None:
         found.to_html(html)
         click.echo(f"wrote {html}", err=True)

@@ -6,6 +6,7 @@ This is the only file that uses torch's fake process group and fake copies, whic
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
@@ -139,7 +140,7 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
         arguments = list(schema.args_schema)
         for place, at in enumerate(lists):
             arguments[at] = type(arguments[at])(kind[place] for kind in kinds)
-        found = propagate(replace(schema, args_schema=tuple(arguments), _comparison_key=None))
+        found = propagate(type(schema)(schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info))
         if found.needs_redistribute:
             return propagate(schema)
         if found.output_spec is not None:
@@ -151,13 +152,14 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
 
 @contextmanager
 def adapted() -> Iterator[None]:
-    """Inside, five things of torch work with fake tensors.
+    """Inside, parts of torch work with fake tensors.
 
     ``module.to`` converts fake parameters in place, as it does real ones; torch would swap objects. A mesh computes
     with real numbers, which it needs, also where a fake mode is active. `fully_shard` makes this rank's part of a
     parameter only: hundreds of fake parts of each take most of the time. And an operator on lists of divided tensors
-    is prepared once for equal entries, see `_once_for_equal_entries`.
-    The stages of a pipeline do not vote whether all of them know the shapes that they exchange: ours do.
+    is prepared once for equal entries, see `_once_for_equal_entries`. The stages of a pipeline do not vote whether all
+    of them know the shapes that they exchange: ours do. A gradient scaler steps without reading whether gradients are
+    finite. An operator that fails is not logged: the plan shows the error.
     """
     recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
     from torch.distributed.pipelining import schedules
@@ -169,6 +171,8 @@ def adapted() -> Iterator[None]:
     plain: Any = torch.utils.swap_tensors
     vote = stages._warmup_p2p
     concatenate, chunks = joins._concatenate, divides._chunk_with_empty
+    scalers: Any = torch.amp.GradScaler
+    step, log = scalers._maybe_opt_step, logging.getLogger(FakeTensorMode.__module__)
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
 
     def swap(kept: Any, converted: Any) -> None:
@@ -187,6 +191,8 @@ def adapted() -> Iterator[None]:
             made: DeviceMesh = concatenate(meshes)
             return made
 
+    log.disabled = True
+    scalers._maybe_opt_step = lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     torch._C._set_mkldnn_enabled(False)
     torch.utils.swap_tensors = swap
     divides._chunk_with_empty = _Parts
@@ -197,6 +203,8 @@ def adapted() -> Iterator[None]:
         yield
     finally:
         del propagator.propagate_op_sharding_non_cached  # the method of its class is found again
+        log.disabled = False
+        scalers._maybe_opt_step = step
         torch._C._set_mkldnn_enabled(recurrent)
         torch.utils.swap_tensors = plain
         divides._chunk_with_empty = chunks

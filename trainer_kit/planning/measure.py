@@ -36,7 +36,7 @@ from trainer_kit.planning.fake_world import (
     unpacked,
 )
 from trainer_kit.planning.memory_tracker import StepTracker
-from trainer_kit.planning.records import CATEGORIES, Candidate, Measured, Traffic
+from trainer_kit.planning.records import CALCULATED, CATEGORIES, Candidate, Measured, Traffic
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
@@ -404,10 +404,10 @@ def _calculated(
     """
     mode = fake_mode()
     copied = fake_module(module, mode)
-    with mode, precision.init_context():
+    with adapted(), mode, precision.init_context():
         build_once(copied)
         precision.convert_module(copied)
-    notes = [f"only weights, gradients and optimizer state, calculated: {reason}"]
+    notes = [f"{CALCULATED}{reason}"]
     trained = [parameter for parameter in copied.parameters() if parameter.requires_grad]
     parts = model_parallel(strategy, candidate.world)
     costs = strategy.costs(copied, precision, candidate.world)

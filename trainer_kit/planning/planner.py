@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from lightning_utilities.core.overrides import is_overridden
 from torch import nn
+from torch.utils.data import Dataset, IterableDataset
 
 from trainer_kit.core.arguments import check_type
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.device_table import Device, device_peak, find_device, known_devices
 from trainer_kit.core.devices import device_memory
 from trainer_kit.core.display import in_units
-from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.module import TrainModule
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError, add_note
+from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import CombinedLoader, is_tree
@@ -25,6 +28,7 @@ from trainer_kit.data.place import generator_states, own_generators, restore_gen
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.candidates import check_word
 from trainer_kit.planning.estimate import Assumptions, step_samples
+from trainer_kit.planning.fake_world import adapted, fake_mode, fake_module
 from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.plan import Plan
 from trainer_kit.planning.records import Candidate, Measured
@@ -32,7 +36,7 @@ from trainer_kit.planning.search import Question, Row, search
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.training.compose import training_bytes, whole_copies_fit
+from trainer_kit.training.compose import check_module, training_bytes, whole_copies_fit
 from trainer_kit.training.explain import prepare
 from trainer_kit.training.loaders import find_loaders
 from trainer_kit.training.session import Session, nothing
@@ -82,22 +86,23 @@ def plan_fit(
     """
     began = time.monotonic()
     worlds = _worlds(world, device, global_batch)
+    _check_place(trainer, module)
     strategies = _words("strategies", strategies, check_word)
     precisions = _words("precisions", precisions, make_precision)
+    if device not in (None, "cpu"):
+        find_device(device)  # a wrong word is an error before data is prepared
     given: Mapping[str, Any] = trainer.arguments if arguments is None else arguments
-    with preserved_rng(torch.device("cpu")):
-        prepare(trainer, module, datamodule)
-        batch, size = _first_batch(find_loaders("fit", loaders, module, datamodule))
+    batch, size = _prepared(trainer, module, loaders, datamodule)
+    built = _built(module, trainer)
     notes: list[str] = []
     samples = _global_batch(trainer, given, size, notes) if global_batch is None else global_batch
     row, name = _device(device, worlds, notes)
     limit = int(row.memory * 1e9 * (1 - _RESERVE)) if max_memory is None else max_memory
-    kept = f"{1 - _RESERVE:.0%} of {row.memory:g} GB" if max_memory is None else "given"
+    kept = f"{1 - _RESERVE:.0%} of {row.memory:.4g} GB" if max_memory is None else "given"
     notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({kept})")
     chosen = precisions or _precisions(given, row, notes)
-    if worlds[-1] > 1:
-        notes.append(_auto(module, chosen[0], row))
-    taken = _with_tokens(assumptions or Assumptions(), module, batch)
+    with _named("loss_weight counted the tokens of the first batch"):
+        taken = _with_tokens(assumptions or Assumptions(), module, batch)
     notes += _estimate_notes(row, taken, chosen)
     question = Question(
         device=row,
@@ -118,6 +123,8 @@ def plan_fit(
         return _noted(measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size), trainer, given)
 
     rows = search(question, module, measured, tell)
+    if worlds[-1] > 1:
+        notes.append(_auto(built, chosen[0], row, rows))
     notes += _notes(rows, samples, _own_strategy(trainer, given))
     return Plan(question=question, rows=rows, device=name, script=script, notes=notes, seconds=time.monotonic() - began)
 
@@ -133,6 +140,42 @@ def _worlds(world: int | Sequence[int], device: str | None, global_batch: int | 
     if global_batch is not None and global_batch < 1:
         raise ConfigurationError("the global batch has at least one sample", found=f"global_batch={global_batch}")
     return worlds
+
+
+def _check_place(trainer: Session, module: Any) -> None:
+    """Refuse what cannot be planned here, before data is prepared."""
+    check_module(module, "fit")
+    running = f"a running {trainer.state_verb}" if trainer.state_verb else ""
+    if dist.is_initialized():
+        running = f"a process group of {dist.get_world_size()} ranks"
+    if running:
+        raise ConfigurationError(
+            "a plan needs a process in which nothing runs",
+            found=running,
+            fix="plan in a process of its own, before the first fit: trainer-kit plan train.py",
+        )
+
+
+@contextmanager
+def _named(doing: str) -> Iterator[None]:
+    """Add what was tried to an exception of the user's code."""
+    try:
+        yield
+    except TrainerKitError:
+        raise
+    except Exception as error:
+        add_note(error, f"while {doing}")
+        raise
+
+
+def _built(module: nn.Module, trainer: Session) -> nn.Module:
+    """A copy without values, with the layers of ``configure_model``; without them where that needs values."""
+    mode = fake_mode()
+    copied: nn.Module = fake_module(module, mode)
+    copied.trainer = trainer  # type: ignore[assignment]
+    with suppress(Exception), adapted(), mode:  # user code, which the search runs again
+        build_once(copied)
+    return copied
 
 
 def _words(name: str, words: Sequence[str], check: Callable[[str], object]) -> tuple[str, ...]:
@@ -165,10 +208,22 @@ def _uncounted(own: Strategy | None) -> tuple[str, ...]:
     return (hook,) * (own.comm_hook is not None) + (local,) * (own.local_sgd is not None)
 
 
+def _prepared(trainer: Session, module: TrainModule, loaders: Any, datamodule: DataModule | None) -> tuple[Any, int]:
+    """Prepare the data as a fit does; returns the first batch, and the size of the loader's batches."""
+    with preserved_rng(torch.device("cpu")):
+        with _named("the plan called prepare_data() and setup(), as a fit does"):
+            prepare(trainer, module, datamodule)
+        with _named("the plan read the first batch of the training data"):
+            return _first_batch(find_loaders("fit", loaders, module, datamodule))
+
+
 def _first_batch(loaders: Any) -> tuple[Any, int]:
     """The first batch, and the size of the loader's batches."""
     if loaders is None:
         raise ConfigurationError("the plan needs training data", fix="pass a loader, or define train_dataloader()")
+    if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
+        fix = "pass a DataLoader: DataLoader(dataset, batch_size=32)"
+        raise ConfigurationError("this is not a loader", found=type(loaders).__name__, fix=fix)
     whole = CombinedLoader(loaders, "max_size_cycle") if is_tree(loaders) else loaders
     parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
     generators = own_generators(*(owner for part in parts for owner in _owners(part)))
@@ -219,11 +274,14 @@ def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: 
 def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]:
     """What the plan leaves out of the user's strategy, copies of weights, ranks that cannot divide the samples."""
     options = f"strategies are planned with their defaults, without the options of this {type(own).__name__}"
+    unknown = "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
+    inexact = any(row.measured is not None and not row.measured.exact for row in rows)
     copies = any(row.measured is not None and AUTOCAST_COPIES in row.measured.notes for row in rows)
     found = {row.candidate.world: step_samples(row.candidate) for row in rows if row.measured is not None}
     return [
         *([] if own is None else [options]),
         *_uncounted(own),
+        *([unknown] if inexact else []),
         *([AUTOCAST_COPIES] if copies else []),
         *(
             f"{world} ranks have {count} samples a step, and not {samples}: each has one or more, all equally many"
@@ -307,11 +365,21 @@ def _with_tokens(assumptions: Assumptions, module: nn.Module, batch: Any) -> Ass
     return replace(assumptions, tokens=float(weight) / batch_size_of(batch))
 
 
-def _auto(module: nn.Module, precision: str, device: Device) -> str:
-    """What ``strategy="auto"`` chooses on this device."""
+def _auto(module: nn.Module, precision: str, device: Device, rows: Sequence[Row]) -> str:
+    """What ``strategy="auto"`` chooses on this device, and why the table shows another choice, where it does."""
     needed, memory = training_bytes(module, precision, True), int(device.memory * 1e9)
     word = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
-    return f'strategy="auto" takes {word}: {in_units(needed)} of training state (as with Adam) in {in_units(memory)}'
+    text = f'strategy="auto" takes {word}: {in_units(needed)} of training state (as with Adam) in {in_units(memory)}'
+    tried = [row for row in rows if row.candidate.precision == precision and row.candidate.world > 1]
+    fits = {(row.candidate.strategy, row.candidate.world) for row in tried if row.estimate is not None}
+    for world in dict.fromkeys(row.candidate.world for row in tried):
+        own = [row for row in tried if row.candidate.strategy == word and row.candidate.world == world]
+        others = [name for name, size in fits if size == world]
+        if own and others and word not in others:
+            return f"{text}. On {world} ranks that does not fit: auto does not count activations; name a strategy"
+        if word == "fsdp" and "ddp" in others:
+            return f"{text}. On {world} ranks ddp fits too: auto assumes Adam, and leaves a fifth for activations"
+    return text
 
 
 def _estimate_notes(device: Device, taken: Assumptions, precisions: Sequence[str]) -> list[str]:

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.inference.loading import init_empty_weights
 from trainer_kit.launch.bootstrap import run_words
 from trainer_kit.training.session import Session
 
-__all__ = ["CapturedFit", "captured_fit"]
+__all__ = ["CapturedFit", "captured_fit", "failed_script"]
 
 _HERE: Final = {
     "accelerator": "cpu",
@@ -110,7 +110,8 @@ def captured_fit(
             ended = f"it exited with {error.code!r}"
         except Exception as error:
             if not found:  # else the script caught the end of its fit, and failed without the results
-                raise _failed(script, error, empty_weights) from error
+                fix = "it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
+                raise failed_script(script, error, "before its Trainer.fit", fix * empty_weights) from error
     if not found:
         raise ConfigurationError(
             f"{script} calls no Trainer.fit",
@@ -160,15 +161,25 @@ def _capturing(trainer_class: Any, found: list[CapturedFit], mains: list[Any]) -
         trainer_class.__init__, trainer_class.fit = construct, fit
 
 
-def _failed(script: str, error: Exception, empty: bool) -> ConfigurationError:
-    """The error of a script that raised one, with the line of the script that was running."""
+def failed_script(script: str, error: Exception, when: str, fix: str = "") -> ConfigurationError:
+    """The error of a script that raised one, with the line of the script that was running.
+
+    Args:
+        script: its path.
+        error: what it raised; the words of an error of this library stay as they are.
+        when: what was tried.
+        fix: what helps if the script runs by itself.
+    """
     frames = [
         frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(script).resolve()
     ]
     where = f" (line {frames[-1].lineno})" if frames else ""
-    fix = f"run it first: {Path(sys.executable).name} {script}"
-    if empty:
-        fix += "; if it works, it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
+    if isinstance(error, TrainerKitError):
+        return ConfigurationError(f"{script} failed {when}{where}: {error.problem}", found=error.found, fix=error.fix)
+    lacking = isinstance(error, (ImportError, OSError, SyntaxError))
+    run = f"run it first: {Path(sys.executable).name} {script}"
     return ConfigurationError(
-        f"{script} failed before its Trainer.fit{where}", found=f"{type(error).__name__}: {error}", fix=fix
+        f"{script} failed {when}{where}",
+        found=f"{type(error).__name__}: {error}",
+        fix=run if lacking or not fix else f"{run}; if it works, {fix}",
     )

@@ -16,7 +16,7 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.planning.estimate import Assumptions, Estimate, estimate_step, inner_ranks
-from trainer_kit.planning.records import Candidate, Measured, Traffic
+from trainer_kit.planning.records import CALCULATED, Candidate, Measured, Traffic
 from trainer_kit.training.session import nothing
 
 __all__ = ["Question", "Row", "describe", "search"]
@@ -159,7 +159,7 @@ class _Search:
         if measured.peak > self.question.limit:
             return Row(candidate=candidate, measured=measured, estimate=None, reason=self._why_not(measured))
         if not measured.exact:
-            state, notes = in_units(measured.peak), "; ".join(measured.notes)
+            state, notes = in_units(measured.peak), "; ".join(measured.notes).removeprefix(CALCULATED)
             reason = f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
             return Row(candidate=candidate, measured=measured, estimate=None, reason=reason)
         if not candidate.activation_checkpointing:
@@ -309,7 +309,11 @@ def _like(candidate: Candidate) -> tuple[str, bool, int]:
 
 def _text(error: Exception) -> str:
     if isinstance(error, TrainerKitError):
-        return error.problem if error.found is None else f"{error.problem} ({error.found})"
+        found, fix = (
+            ("" if error.found is None else f" ({error.found})"),
+            ("" if error.fix is None else f": {error.fix}"),
+        )
+        return f"{error.problem}{found}{fix}"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 

@@ -649,7 +649,7 @@ def whole_copies_fit(needed: int, memory: int) -> bool:
 
 
 def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
-    """Bytes of all weights, plus gradients and two moments of each trainable parameter.
+    """Bytes of all weights and buffers, plus gradients and two moments of each trainable parameter.
 
     Example:
         >>> training_bytes(nn.Linear(9, 10), "32-true", True), training_bytes(nn.Linear(9, 10), "bf16-true", False)
@@ -658,4 +658,5 @@ def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
     known = [p for p in module.parameters() if not is_lazy(p)]
     copies = 1 + _MOMENTS if trains else 0
     width = _WIDTHS.get(precision, 0)
-    return sum(p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known)
+    weights = sum(p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known)
+    return weights + sum(b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b))
