@@ -302,7 +302,7 @@ def test_attributes_and_methods_of_a_prepared_module(tmp_path):
         model.nothing  # noqa: B018
     assert model.logger is logger
     model.print("through the fabric")
-    with pytest.raises(AttributeError, match=r"(?s)a Fabric runs this module.*trainer\.datamodule.*argument"):
+    with pytest.raises(AttributeError, match=r"(?s)trainer\.datamodule is not available: a Fabric runs.*argument"):
         model.trainer.datamodule  # noqa: B018
     logger.finalize("success")
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))

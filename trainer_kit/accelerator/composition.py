@@ -307,7 +307,7 @@ def named_loaders(config: DataLoaderConfiguration | None, split_batches: bool) -
         raise ConfigurationError(
             "split_batches is given twice",
             found="split_batches=True, and a dataloader_config without it",
-            fix="DataLoaderConfiguration(split_batches=True)",
+            fix="pass DataLoaderConfiguration(split_batches=True) only",
         )
     return config or DataLoaderConfiguration(split_batches=split_batches)
 

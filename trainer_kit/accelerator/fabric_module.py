@@ -122,7 +122,7 @@ class FabricModule(nn.Module):
                 raise ConfigurationError(
                     "this method runs layers without the wrapper that synchronises gradients",
                     found=f"{type(self.module).__name__}.{name}",
-                    fix=f"model.mark_forward_method({name!r}) after fabric.setup, or torch.no_grad() around the call",
+                    fix=f"call model.mark_forward_method({name!r}) after fabric.setup, or use torch.no_grad()",
                 )
 
         @wraps(method)

@@ -129,7 +129,7 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         made: Any = torch.compile(model, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            "torch.compile rejects these options", found=f"{options}: {error}", fix='dynamo_backend="inductor"'
+            "torch.compile rejects these options", found=f"{options}: {error}", fix='use dynamo_backend="inductor"'
         ) from error
     return made  # type: ignore[no-any-return]
 

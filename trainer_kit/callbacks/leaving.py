@@ -222,6 +222,6 @@ def _end_of_job() -> float | None:
         raise ConfigurationError(
             "SLURM does not provide the end time of the job",
             found=f"SLURM_JOB_END_TIME={end!r}",
-            fix="sbatch --signal=USR1@120 sends SIGUSR1, which every run listens to",
+            fix="use sbatch --signal=USR1@120: every run listens to SIGUSR1",
         )
     return float(end) if end.isdigit() else None

@@ -173,7 +173,7 @@ def each_tensor(
         raise ConfigurationError(
             "only tensors, in lists, tuples and mappings, can be exchanged here",
             found=type(data).__name__,
-            fix="gather_object(...) for small objects of any kind",
+            fix="use gather_object(...) for small objects of any kind",
         )
     return data
 

@@ -475,7 +475,7 @@ def _check(values: Any, what: str) -> None:
         raise StrategyError(
             f"{what} depends on what another stage of the pipeline computed",
             found="more than what one block hands to the next crosses the border between two stages",
-            fix="hand it on through the blocks; or name the module it comes from in PipelinePlan(first=, last= or "
+            fix="pass it on through the blocks; or name the module it comes from in PipelinePlan(first=, last= or "
             "everywhere=), where the order in which the model defines its modules is not that in which it calls them",
         )
 
