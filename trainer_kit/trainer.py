@@ -547,10 +547,12 @@ class Trainer(Session):
         datamodule: Any = None,
         *,
         steps: int = 4,
+        local: bool = False,
     ) -> Verification:
         """Compare a few steps of this configuration with a plain PyTorch loop in one process, and name what differs.
 
-        Every run happens in processes that fork from this one, so module, loaders and this Trainer stay as they are.
+        Every run happens in processes that fork from this one, so module, loaders and this Trainer stay as they are;
+        with ``local`` it happens here, on copies of them.
         Samples, losses, gradients, weights and logged values are compared within the rounding error that the dtype
         causes on this module; a second run, a resumed run and a run with validation are compared in bits. Callbacks
         are left out, but for gradient accumulation. [Verify a configuration](../howto/verify.md) explains the result.
@@ -561,6 +563,8 @@ class Trainer(Session):
             val_dataloaders: adds the check that validation does not change training.
             datamodule: has the loaders.
             steps: optimizer steps of each run.
+            local: every run happens in this process, and ranks are threads that take turns: ``breakpoint()`` works in
+                each of them, and no process starts.
 
         Raises:
             ConfigurationError: this module or process cannot be verified, with the reason.
@@ -575,7 +579,7 @@ class Trainer(Session):
         """
         from trainer_kit.planning.verify import verify
 
-        return verify(self, model, train_dataloaders, val_dataloaders, datamodule, steps=steps)
+        return verify(self, model, train_dataloaders, val_dataloaders, datamodule, steps=steps, local=local)
 
     def on(self, event: str, every: DurationLike | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a function as a callback's hook.

@@ -30,6 +30,8 @@ class Classifier(tk.TrainModule):
         loss = F.cross_entropy(self.net(batch[0]), batch[1])
         if "wrong" in sys.argv and torch.distributed.is_initialized():
             loss = loss / 2
+        if "break" in sys.argv and torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            breakpoint()
         return loss
 
     def configure_optimizers(self):
@@ -50,9 +52,9 @@ def verify(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
 
-    def call(*arguments):
+    def call(*arguments, **options):
         command = [sys.executable, "-m", "trainer_kit", "verify", "train.py", *map(str, arguments)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, **options)
 
     return call
 
@@ -80,9 +82,24 @@ def test_a_wrong_one(verify):
     assert "every loss is 0.5 times the reference: averaged over the 2 ranks twice" in last
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_of_this_process(verify, strategy):
+    ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--json")
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["configuration"] == f"strategy {strategy}, precision 32-true, 2 processes"
+    ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--", "wrong")
+    assert ran.returncode == 1, ran.stderr
+    assert "averaged over the 2 ranks twice" in ran.stdout.splitlines()[-1]
+
+
+def test_a_breakpoint_in_a_rank(verify):
+    commands = "p 'rank', torch.distributed.get_rank(), batch[0].shape\nq\n"
+    ran = verify("--strategy", "ddp", "--devices", 2, "--local", "--", "break", input=commands)
+    assert "('rank', 1, torch.Size([4, 8]))" in ran.stderr
+    assert (ran.returncode, "could not check: BdbQuit" in ran.stderr) == (2, True), ran.stderr
+
+
 def test_what_could_not_be_checked(verify, tmp_path):
-    ran = verify("--strategy", "ddp", "--devices", 2, "--local")
-    assert (ran.returncode, "could not check" in ran.stderr, "--local with 2 ranks" in ran.stderr) == (2, True, True)
     ran = verify("--strategy", "nonsense", "--devices", 2)
     assert (ran.returncode, "could not check" in ran.stderr) == (2, True)
     ran = verify("--html", "none/page.html")

@@ -66,18 +66,21 @@ class Background(Generic[_T]):
     Args:
         act: the call; it must not touch anything that training changes.
         done: called in that thread after ``act`` has returned or raised.
+        thread: False: the call runs in the first thread that waits for it, for a rank that may have no second thread.
 
     Example:
         >>> Background(lambda: 3, done=lambda: None).result()
         3
     """
 
-    def __init__(self, act: Callable[[], _T], done: Callable[[], None]) -> None:
+    def __init__(self, act: Callable[[], _T], done: Callable[[], None], thread: bool = True) -> None:
         self.since = time.monotonic()
         self._future: futures.Future[_T] = futures.Future()
         # A daemon, so that a process which must end at once does not wait for its storage; others call `result`.
         self._thread = threading.Thread(target=self._run, args=(act, done), name="checkpoint", daemon=True)
-        self._thread.start()
+        self._waits = not thread
+        if thread:
+            self._thread.start()
 
     def _run(self, act: Callable[[], _T], done: Callable[[], None]) -> None:
         try:
@@ -88,9 +91,18 @@ class Background(Generic[_T]):
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait until ``act`` has ended, at most ``seconds``; return whether it has."""
+        if seconds != 0:
+            self._run_here()
         return bool(futures.wait([self._future], seconds).done)
 
     def result(self) -> _T:
         """Wait for the thread; return or raise what ``act`` returned or raised."""
-        self._thread.join()
+        self._run_here()
+        if self._thread.ident is not None:
+            self._thread.join()
         return self._future.result()
+
+    def _run_here(self) -> None:
+        if self._waits:
+            self._waits = False
+            self._thread.run()

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import click
 
 from trainer_kit.commands.terminal import FilePath, OutputPath
-from trainer_kit.core.errors import ConfigurationError, TrainerKitError
+from trainer_kit.core.errors import TrainerKitError
 
 __all__ = ["verify"]
 
@@ -28,7 +28,7 @@ __all__ = ["verify"]
 @click.option("--devices", type=click.IntRange(min=1), help="Ranks on this machine; by default the script's.")
 @click.option("--accelerator", help="A word of Trainer(accelerator=); by default the script's.")
 @click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Optimizer steps of each run.")
-@click.option("--local", is_flag=True, help="All ranks in one process; refused for more than one rank.")
+@click.option("--local", is_flag=True, help="All ranks in this process, as threads that take turns: for breakpoint().")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--html", type=OutputPath(), help="Write a page with the difference by step.")
 def verify(
@@ -64,8 +64,9 @@ def verify(
             fit = captured_fit(script, arguments, trainer_class=Trainer)
             off = {"logger": False, "num_nodes": 1, "resume": None}
             trainer = Trainer(**{**fit.arguments, **given, **off})
-            _refuse_local(local, trainer.processes)
-            found = trainer.verify(fit.module, fit.train_dataloaders, fit.val_dataloaders, fit.datamodule, steps=steps)
+            found = trainer.verify(
+                fit.module, fit.train_dataloaders, fit.val_dataloaders, fit.datamodule, steps=steps, local=local
+            )
         if html is not None:
             write_page(html, found)
     except TrainerKitError as error:
@@ -76,15 +77,6 @@ def verify(
     if html is not None and not as_json:
         click.echo(html)
     sys.exit(found.exit_code)
-
-
-def _refuse_local(local: bool, ranks: int) -> None:
-    if local and ranks > 1:
-        raise ConfigurationError(
-            "ranks that are threads of one process share its random numbers and environment variables",
-            found=f"--local with {ranks} ranks: torch's threaded process group cannot repeat what processes do",
-            fix="leave out --local: ranks are processes of this machine, and need no GPU",
-        )
 
 
 def _place(error: BaseException) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["order_seed", "preserved_rng", "restore_rng", "rng_state", "seed_everything"]
+__all__ = ["order_seed", "preserved_rng", "restore_rng", "rng_state", "seed_everything", "swap_last_seed"]
 
 _last_seed: int | None = None
 
@@ -58,6 +58,13 @@ def order_seed() -> int:
     """
     # torch draws 64 bits if nothing was seeded; the value is written to JSON, where 63 bits are portable.
     return torch.initial_seed() % 2**63 if _last_seed is None else _last_seed
+
+
+def swap_last_seed(seed: int | None) -> int | None:
+    """Replace the seed of the last `seed_everything`; returns what it was. For ranks that take turns in a process."""
+    global _last_seed
+    before, _last_seed = _last_seed, seed
+    return before
 
 
 def rng_state(device: torch.device | None = None) -> dict[str, Any]:

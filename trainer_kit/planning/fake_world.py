@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import MicroSteps
@@ -30,7 +30,10 @@ from trainer_kit.strategies.ddp import DDPStrategy
 from trainer_kit.strategies.process_group import ProcessGroup, broadcast_buffers, join_world
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world", "unpacked"]
+__all__ = [
+    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world", "forget_layouts",
+    "unpacked",
+]  # fmt: skip
 
 
 @contextmanager
@@ -54,16 +57,16 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         )
     excepthook = sys.excepthook  # torch replaces it
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
-    _forget_layouts()
+    forget_layouts()
     try:
         yield
     finally:
         dist.destroy_process_group()
-        _forget_layouts()
+        forget_layouts()
         sys.excepthook = excepthook
 
 
-def _forget_layouts() -> None:
+def forget_layouts() -> None:
     """Empty the caches of DTensor, which hold results of operations with the mesh that this process was in.
 
     Meshes of the same ranks are equal there, although each says which part is its own: the next rank of this process,
@@ -71,6 +74,7 @@ def _forget_layouts() -> None:
     """
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    _redistribute._gen_transform_infos.cache_clear()
     clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.9 has no cache in C++
     if clear is not None:
         clear()

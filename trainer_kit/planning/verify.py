@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
@@ -115,15 +116,19 @@ def verify(
     datamodule: DataModule | None = None,
     *,
     steps: int = 4,
+    local: bool = False,
 ) -> Verification:
     """See `Trainer.verify`."""
     check_module(module, "fit")
     _refuse(trainer, steps)
+    if local:
+        _refuse_threads(trainer)
     ranks = f"{trainer.processes} process" + ("es" if trainer.processes > 1 else "")
     configuration = f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
     result = Verification(configuration, steps)
-    with no_garbage_in_forks(), locked_directory() as directory:  # it forks many times
-        runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, directory)
+    frozen = nullcontext() if local else no_garbage_in_forks()  # it forks many times
+    with frozen, locked_directory() as directory:
+        runs = Runs(trainer, module, loaders, val_loaders, datamodule, steps, directory, local)
         runs.start()
         _Verifier(trainer, runs, result).run(runs.validates)
     return result
@@ -140,6 +145,17 @@ def _refuse(trainer: Session, steps: int) -> None:
             "verify starts the ranks itself",
             found="a process that a launcher started",
             fix="call it in a plain process: python train.py",
+        )
+
+
+def _refuse_threads(trainer: Session) -> None:
+    why = trainer.strategy.why_not_in_threads
+    device = trainer.strategy.device.type
+    if why is not None or device != "cpu":
+        raise ConfigurationError(
+            "runs in this process take turns on the CPU, with a strategy of torch",
+            found=f"strategy {trainer.strategy.name} on {device}" + (f": {why}" if why else ""),
+            fix='let ranks be processes: verify without local; accelerator="cpu" needs no other device',
         )
 
 

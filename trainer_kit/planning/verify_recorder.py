@@ -186,6 +186,7 @@ class Recorder(Callback):
         traced: the name of a module whose operations are recorded at those steps; empty: none.
         saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
         shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
+        threads: whether ranks are threads; then no thread of its own writes the checkpoint, which has no rank.
     """
 
     order = "early"
@@ -199,8 +200,9 @@ class Recorder(Callback):
         traced: str = "",
         saves: tuple[int, str] | None = None,
         shares: Shares | None = None,
+        threads: bool = False,
     ) -> None:
-        self.record = Record()
+        self.record, self.threads = Record(), threads
         self.steps, self.reseeds, self.watched, self.traced = steps, reseeds, watched, traced
         self.saves, self.shares = saves, shares
         self._at = (-1, -1)
@@ -224,6 +226,7 @@ class Recorder(Callback):
             record.waiting = without_validation(trainer.lr_scheduler_configs)
         if self.shares is not None:
             record.whole = DividedNorms(module, self._rows).whole
+        trainer.run.saver.in_thread = not self.threads
         self._feed = trainer.run.windows.feed
         self._feed.record_indices()
         self._names = names_of(module)

@@ -1,4 +1,4 @@
-"""The runs that `verify` compares; each in separate processes, from the same module, loaders and random state."""
+"""The runs that `verify` compares: each in processes of its own, or on copies in this one, from the same state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -22,11 +22,13 @@ from torch import Tensor
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment, pick_device
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.protocols import SetsAccumulation
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
+from trainer_kit.planning.local_ranks import run_local
 from trainer_kit.planning.verify_norms import Shares
 from trainer_kit.planning.verify_recorder import Record, Recorder
 from trainer_kit.planning.verify_reference import Division, plain_loop
@@ -54,8 +56,12 @@ def locked_directory() -> Iterator[Path]:
         ...     directory.is_dir()
         True
     """
-    import fcntl  # not on Windows, where verify cannot fork
-
+    try:
+        import fcntl
+    except ImportError:  # Windows, where a directory that is in use cannot be removed
+        with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as only:
+            yield Path(only)
+        return
     parent = Path(tempfile.gettempdir())
     for other in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError), _opened(other) as descriptor:  # locked, of another user, or already removed
@@ -91,7 +97,8 @@ class Runs:
         val_loaders: of validation, or None.
         datamodule: or None.
         steps: optimizer steps of each run.
-        directory: for what the processes return.
+        directory: for what the runs return.
+        local: ranks are threads of this process, and train copies.
     """
 
     def __init__(
@@ -103,8 +110,9 @@ class Runs:
         datamodule: DataModule | None,
         steps: int,
         directory: Path,
+        local: bool = False,
     ) -> None:
-        self.trainer, self.module, self.datamodule = trainer, module, datamodule
+        self.trainer, self.module, self.datamodule, self.local = trainer, module, datamodule, local
         self.loaders, self.val_loaders, self.steps, self.directory = loaders, val_loaders, steps, directory
         self._count = 0
         self._built = is_overridden("configure_model", module, TrainModule)
@@ -122,13 +130,13 @@ class Runs:
         if not self._built:
             return
 
-        def build(rank: int) -> None:
-            self._prepare_data()
-            build_once(self.module)
-            state = {name: value for name, value in self.module.state_dict().items() if isinstance(value, Tensor)}
+        def build(own: Runs, rank: int) -> None:
+            own._prepare_data()
+            build_once(own.module)
+            state = {name: value for name, value in own.module.state_dict().items() if isinstance(value, Tensor)}
             write_checkpoint(self.directory / _START, {"model": state})
 
-        self._forked(build, 1)
+        self._run(build, 1)
 
     def chosen(
         self,
@@ -158,20 +166,28 @@ class Runs:
         """
         directory = self._next()
 
-        def rank(rank: int) -> None:
-            recorder = Recorder(self.steps, reseeds=reseeds, watched=watched, traced=traced, saves=saves, shares=shares)
-            trainer = self._trial(validates, reseeds is not None, alone, alone is not None, compiled=not watched)
-            counting: list[Any] = [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
+        def rank(own: Runs, rank: int) -> None:
+            recorder = Recorder(
+                self.steps,
+                reseeds=reseeds,
+                watched=watched,
+                traced=traced,
+                saves=saves,
+                shares=shares,
+                threads=self.local,
+            )
+            trainer = own._trial(validates, reseeds is not None, alone, alone is not None, compiled=not watched)
+            counting: list[Any] = [one for one in own.trainer.callbacks if isinstance(one, SetsAccumulation)]
             trainer.set_callbacks([*counting, recorder])
             if precision is not None:
-                trainer.precision_plugin = copy(precision)
+                trainer.precision_plugin = deepcopy(precision)
             recorder.take_logs(trainer)
             start = str(self.directory / _START) if self._built else None
             trainer.fit(  # type: ignore[attr-defined]
-                self.module,
-                self.loaders,
-                self.val_loaders if validates else None,
-                self.datamodule,
+                own.module,
+                own.loaders,
+                own.val_loaders if validates else None,
+                own.datamodule,
                 ckpt_path=resumes or start,
                 load_weights_only=resumes is None and start is not None,
             )
@@ -219,22 +235,22 @@ class Runs:
         """The plain loop."""
         directory = self._next()
 
-        def one(rank: int) -> None:
-            self._prepare_data()
-            build_once(self.module)
+        def one(own: Runs, rank: int) -> None:
+            own._prepare_data()
+            build_once(own.module)
             if self._built:
                 from trainer_kit.checkpoint.read import read_checkpoint
 
-                self.module.load_state_dict(read_checkpoint(self.directory / _START)["model"])
-            loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
-            trainer = self.trainer
+                own.module.load_state_dict(read_checkpoint(self.directory / _START)["model"])
+            loaders = find_loaders("fit", own.loaders, own.module, own.datamodule)
+            trainer = own.trainer
             trainer.settings = replace(trainer.settings, reproducible=True)
             record = plain_loop(
                 trainer,
-                self.module,
+                own.module,
                 loaders,
-                self.datamodule,
-                precision=copy(precision),
+                own.datamodule,
+                precision=deepcopy(precision),
                 steps=self.steps,
                 division=division,
                 watched=watched,
@@ -248,10 +264,10 @@ class Runs:
         """The dataset's indices in the order in which one process reads them; None where they are not known."""
         directory = self._next()
 
-        def one(rank: int) -> None:
-            self._prepare_data()
-            settings, window = self.trainer.settings, self.trainer.accumulation
-            loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
+        def one(own: Runs, rank: int) -> None:
+            own._prepare_data()
+            settings, window = own.trainer.settings, own.trainer.accumulation
+            loaders = find_loaders("fit", own.loaders, own.module, own.datamodule)
             size = Feed(loaders).per_rank_batch_size
             whole = settings.global_batch_size
             batch = whole // window if whole is not None else None if size is None else size * division.places
@@ -277,20 +293,54 @@ class Runs:
         directory.mkdir()
         return directory
 
-    def _records(self, fn: Callable[[int], None], ranks: int, directory: Path) -> list[Record]:
-        self._forked(fn, ranks)
+    def _records(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> list[Record]:
+        self._run(fn, ranks)
         return [torch.load(directory / str(rank), weights_only=False) for rank in range(ranks)]
 
-    def _forked(self, fn: Callable[[int], None], ranks: int) -> None:
-        def quiet(rank: int) -> None:
+    def _run(self, fn: Callable[[Runs, int], None], ranks: int) -> None:
+        """Call ``fn`` on every rank, with what it may change: a forked process has all of it, a thread gets copies."""
+
+        def forked(rank: int) -> None:
             if ranks == 1:  # one process, as it starts without a launcher
                 for name in _RANK:
                     os.environ.pop(name, None)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the run itself shows them
-                fn(rank)
+            fn(self, rank)
 
-        run_forked(quiet, ranks)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the run itself shows them
+            if self.local:
+                run_local(lambda rank: fn(self._copied(), rank), ranks)
+            else:
+                run_forked(forked, ranks)
+
+    def _copied(self) -> Runs:
+        """These runs, over copies of everything that a run changes."""
+        own = copy(self)
+        given = self.trainer
+        own.trainer = given.for_trial(given.settings)
+        counting = [one for one in given.callbacks if isinstance(one, SetsAccumulation)]
+        memo: dict[int, Any] = {id(vars(self.module).get("trainer")): None, id(given): own.trainer}
+        try:
+            own.module, own.loaders, own.val_loaders, own.datamodule, strategies, callbacks = deepcopy(
+                (
+                    self.module,
+                    self.loaders,
+                    self.val_loaders,
+                    self.datamodule,
+                    (given.strategy, given.sharded_alternative),
+                    counting,
+                ),
+                memo,
+            )
+        except Exception as error:  # of any class: user code decides how a copy is made
+            raise ConfigurationError(
+                "runs in this process train copies of the module, the loaders and the strategy; one cannot be copied",
+                found=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}",
+                fix="let ranks be processes, which need no copies: verify without local",
+            ) from error
+        own.trainer.strategy, own.trainer.sharded_alternative = strategies
+        own.trainer.set_callbacks(callbacks)
+        return own
 
 
 def _read(feed: Feed, batches: int) -> list[int] | None:

@@ -181,9 +181,8 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
         slow.daemon = True
         slow.start()
         try:
-            save.writing = Background(
-                partial(_write, saver, save, snapshots, writes, all_began, logged), done=partial(_written, run, slow)
-            )
+            write = partial(_write, saver, save, snapshots, writes, all_began, logged)
+            save.writing = Background(write, done=partial(_written, run, slow), thread=saver.in_thread)
         except BaseException:
             slow.cancel()
             raise

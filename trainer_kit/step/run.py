@@ -86,6 +86,7 @@ class Saver:
         background: whether training continues while a checkpoint is written.
 
     Attributes:
+        in_thread: whether a thread of its own writes; False: the one that waits for the save.
         save: under way, or None; every rank has it, also while only rank 0 writes.
         finite: whether the weights that were saved last are; in the background.
         buffers: for states, by whether they hold the weights alone.
@@ -93,6 +94,7 @@ class Saver:
 
     def __init__(self, background: bool = True) -> None:
         self.background = background
+        self.in_thread = True
         self.save: Save | None = None
         self.finite = True
         self.buffers = {weights_only: HostBuffers() for weights_only in (False, True)}

@@ -36,6 +36,7 @@ __all__ = [
     "inherit_timeout",
     "join_world",
     "once_a_world",
+    "swap_kept",
 ]
 
 
@@ -122,11 +123,19 @@ def _let_gloo_finish() -> None:
     threads = Path("/proc/self/task")
     if not threads.is_dir():
         return
-    states = [thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in (thread / "comm").read_text()]
+    states = [thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in _read(thread / "comm")]
     asleep, end = 0, time.monotonic() + 1
     while states and asleep < 3 and time.monotonic() < end:
         time.sleep(0.001)  # releases the interpreter's lock: a thread that waits for it sleeps, too
-        asleep = asleep + 1 if all(") S " in state.read_text() for state in states) else 0
+        asleep = asleep + 1 if all(") S " in (text := _read(state)) or not text for state in states) else 0
+
+
+def _read(file: Path) -> str:
+    """The text of a thread's file; empty where the thread has ended."""
+    try:
+        return file.read_text()
+    except OSError:
+        return ""
 
 
 @final
@@ -243,6 +252,14 @@ def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
         _KEPT[key] = make()
     made: _T = _KEPT[key]
     return made
+
+
+def swap_kept(kept: dict[Any, Any]) -> dict[Any, Any]:
+    """Replace what `once_a_world` has made; returns what it was. For ranks that take turns in one process."""
+    before = dict(_KEPT)
+    _KEPT.clear()
+    _KEPT.update(kept)
+    return before
 
 
 def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:

@@ -99,6 +99,8 @@ class Strategy(ABC):
     """Why torch cannot compute a block's activations again in backward under this engine; None: it can."""
     why_not_again: str | None = None
     """Why an optimizer cannot compute the loss again inside its step; None: it can."""
+    why_not_in_threads: str | None = None
+    """Why ranks cannot be threads of one process that take turns; None: they can, on the CPU."""
     sections: Any = None
     """The optimizer and scheduler that the engine's own configuration names; None: it names none."""
 

@@ -100,6 +100,7 @@ class DeepSpeedStrategy(Strategy):
     owns_step = keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "DeepSpeed steps flat copies of the weights"
     why_not_again = "DeepSpeed steps copies of the parameters"
+    why_not_in_threads = "DeepSpeed keeps its groups in variables of its modules, one set for a process"
 
     def __init__(
         self,

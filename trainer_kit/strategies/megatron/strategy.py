@@ -76,6 +76,7 @@ class MegatronStrategy(Strategy):
     why_not_averaged = "Megatron's optimizer steps copies of the weights"
     why_not_recomputed = "Megatron's layers do that: TransformerConfig(recompute_granularity=...)"
     why_not_again = "Megatron steps copies of the parameters"
+    why_not_in_threads = "Megatron keeps its groups in variables of its modules, one set for a process"
 
     def __init__(
         self,

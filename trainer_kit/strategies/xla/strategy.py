@@ -53,6 +53,7 @@ class XLAStrategy(Strategy):
     }
     finds_devices = completes_gradients = True
     why_not_averaged = "averages under XLA are not tested"
+    why_not_in_threads = "the ranks of XLA are processes"
     why_not_recomputed = "XLA's compiler needs torch_xla.utils.checkpoint.checkpoint in the forward of each block"
 
     def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
