@@ -312,3 +312,52 @@ def test_a_precision_of_another_spelling(word, meant):
         tk.Trainer(precision=word)
     assert error.value.fix == f"did you mean {meant!r}?"
     tk.Trainer(precision=meant)
+
+
+PARAMETERS = inspect.signature(tk.Trainer).parameters
+SWITCHES = [name for name, each in PARAMETERS.items() if each.annotation in ("bool", "bool | None")]
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_switch_is_true_or_false(name):
+    for value in ("false", 2, float("nan"), []):
+        with pytest.raises(ConfigurationError, match=rf"Trainer\({name}=\) has the wrong type"):
+            tk.Trainer(**{name: value})
+    assert len(SWITCHES) > 10
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_nodes": None},
+        {"max_steps": None},
+        {"val_check_interval": float("nan")},
+        {"default_root_dir": 3},
+        {"default_root_dir": []},
+        {"max_duration": {}},
+        {"max_time": {}},
+    ],
+)
+def test_a_value_without_a_meaning_is_refused(options):
+    with pytest.raises((ConfigurationError, DurationError)):
+        tk.Trainer(**options)
+
+
+@pytest.mark.parametrize("policy", [float("nan"), 1.5, object(), -1])
+def test_blocks_that_nothing_chooses(policy):
+    with pytest.raises(tk.TrainerKitError):
+        tk.Trainer(**OFF, max_epochs=1, activation_checkpointing=policy).fit(TinyModule(), DATA)
+
+
+@pytest.mark.parametrize("value", [None, 3, 1.5, True])
+def test_a_word_of_the_wrong_type_is_refused(value):
+    with pytest.raises(ConfigurationError, match="use one of"):
+        Timer("1h", interval=value)
+
+
+@pytest.mark.parametrize("size", [1.5, float("nan"), True, None, "2"])
+def test_sizes_of_a_mesh_are_whole_numbers(size):
+    with pytest.raises(tk.TrainerKitError, match="a whole number that is at least 1"):
+        tk.strategies.MeshStrategy(tp=size)
+    with pytest.raises(tk.TrainerKitError, match="a whole number that is at least 1"):
+        tk.strategies.ModelParallelStrategy(tensor_parallel_size=size)

@@ -265,7 +265,7 @@ class Trainer(Session):
                 fix="leave process_group out, or use Fabric(strategy=...) and a loop of your own",
             )
         quiet = bool(barebones or settings.fast)
-        root = str(locate(default_root_dir or os.getcwd()))
+        root = str(locate(os.getcwd() if default_root_dir in (None, "") else default_root_dir))
         super().__init__(
             settings=settings,
             environment=environment,

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainer_kit import Accelerator
+from trainer_kit import Accelerator, Fabric
 from trainer_kit.core.errors import ConfigurationError, RankError
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(1))
@@ -342,3 +342,37 @@ def test_windows_that_are_right_print_nothing(capsys):
     model(X).mean().backward()
     optimizer.step()
     assert "".join(capsys.readouterr()) == ""
+
+
+@pytest.mark.parametrize("given", [nn.Linear, torch.optim.SGD, DataLoader])
+def test_a_class_in_place_of_an_object(given):
+    with pytest.raises(ConfigurationError, match="prepare got a class, not an object") as problem:
+        Accelerator(cpu=True).prepare(given)
+    assert problem.value.fix == f"create one: {given.__name__}(...)"
+
+
+@pytest.mark.parametrize("given", [None, 3, {"loss": torch.ones(())}, nn.Linear(3, 1)])
+def test_a_loss_that_is_no_tensor(given):
+    with pytest.raises(ConfigurationError, match="backward takes a loss") as problem:
+        Accelerator(cpu=True).backward(given)
+    assert problem.value.found == f"a {type(given).__name__}"
+
+
+def test_a_weight_that_is_no_number():
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    model, optimizer = accelerator.prepare(model, sgd(model))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X).sum(), weight=float("nan"))
+        with pytest.raises(ConfigurationError, match="sum to zero or less"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("given", [None, 3, "x", nn.Linear])
+def test_a_module_that_is_none(given):
+    with pytest.raises(ConfigurationError):
+        Fabric(accelerator="cpu", devices=1).setup(given)
+    with pytest.raises(ConfigurationError, match="prepare_model takes a module"):
+        Accelerator(cpu=True).prepare_model(given)
+    with pytest.raises(ConfigurationError, match="this is not a path"):
+        Accelerator(cpu=True).save({}, 3)

@@ -408,7 +408,7 @@ class Accelerator:
         """
         prepared = self.prepared
         if prepared.checks.active:
-            prepared.check_backward()
+            prepared.check_backward(loss)
         scaled = self.precision.scale_loss(self.accumulation.scale(loss, weight))
         if prepared.backward is None:
             scaled.backward(**options)  # type: ignore[no-untyped-call]

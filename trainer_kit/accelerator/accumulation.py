@@ -287,7 +287,7 @@ class Accumulation:
             self.corrected.add(optimizer)
         if found == self._expected:
             return
-        if found <= 0:
+        if not found > 0:
             raise ConfigurationError("the weights of a step sum to zero or less", found=f"sum of weights {found:g}")
         self.corrected.add(optimizer)
         if gradients is None:

@@ -198,6 +198,8 @@ class Fabric:
         The module is a `FabricModule`: its attributes and methods are the given module's, ``.module`` is that module,
         and the steps of a `TrainModule` and the methods that ``mark_forward_method`` marks synchronise gradients.
         """
+        known = isinstance(module, nn.Module) and all(isinstance(one, Optimizer) for one in optimizers)
+        _refuse(not known, "setup takes a module and its optimizers", "fabric.setup(module, optimizer)")
         placed = [move_to_device] * (1 + len(optimizers))
         made = self.accelerator.prepare(prepared_module(module), *optimizers, device_placement=placed)
         first, *others = made if optimizers else [made]

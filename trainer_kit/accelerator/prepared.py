@@ -130,6 +130,10 @@ class Prepared:
         return tuple(done.get(index, thing) for index, thing in enumerate(objects))
 
     def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
+        if isinstance(thing, type) and issubclass(thing, (nn.Module, Optimizer, DataLoader)):
+            raise ConfigurationError(
+                "prepare got a class, not an object", found=thing.__name__, fix=f"create one: {thing.__name__}(...)"
+            )
         if kind == 0 and isinstance(thing, nn.Module):
             return self.prepare_model(thing, place, False)
         if kind == 0 and isinstance(thing, (DataLoader, PreparedLoader)):
@@ -148,6 +152,8 @@ class Prepared:
             device_placement: whether the model is moved to the device.
             evaluation_mode: the model is not trained, so it needs no gradient exchange.
         """
+        if not isinstance(model, nn.Module):
+            raise ConfigurationError("prepare_model takes a module", found=f"a {type(model).__name__}")
         for known in self.models:
             if model is known or model is unwrap(known):  # a second wrapper would exchange gradients twice
                 return known
@@ -302,8 +308,14 @@ class Prepared:
             return model if inner is own else compiled(own, self._dynamo)
         return own
 
-    def check_backward(self) -> None:
+    def check_backward(self, loss: Tensor) -> None:
         """Check the first backwards for common mistakes."""
+        if not isinstance(loss, Tensor):
+            raise ConfigurationError(
+                "backward takes a loss, which is a tensor",
+                found=f"a {type(loss).__name__}",
+                fix="accelerator.backward(output.loss) for the output of a model of Transformers",
+            )
         steps = self._accumulation.steps
         harm = None
         if steps > 1:

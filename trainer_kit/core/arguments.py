@@ -30,6 +30,7 @@ __all__ = [
     "word_of",
 ]
 
+_SWITCHES = {"bool": bool, "bool | None": bool | None}  # what `known_arguments` checks, as annotated
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
 
@@ -279,6 +280,7 @@ def known_arguments(
         positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
         named = [name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY]
         needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+        switches = {name: _SWITCHES.get(each.annotation, Any) for name, each in parameters.items()}
         owner = constructor.__qualname__.removesuffix(".__init__")
 
         @wraps(constructor)
@@ -296,6 +298,8 @@ def known_arguments(
             for name in needed:
                 if name not in kwargs and (name in named or known.index(name) >= len(args) - 1):
                     raise ConfigurationError(f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=...")
+            for name, value in (*zip(list(parameters)[1:], args[1:], strict=False), *kwargs.items()):
+                check_type(owner, name, value, switches[name], parameters[name].annotation)
             return constructor(*args, **kwargs)
 
         return checked

@@ -160,14 +160,14 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
-def did_you_mean(name: str, known: Iterable[str], otherwise: str | None = None) -> str:
+def did_you_mean(name: object, known: Iterable[str], otherwise: str | None = None) -> str:
     """The fix for a misspelt name: the closest known name, else ``otherwise``, else a list of all names.
 
     Example:
         >>> did_you_mean("ddq", ["ddp", "single"])
         "did you mean 'ddp'?"
     """
-    options = sorted(known)
+    options, name = sorted(known), str(name)
     near = difflib.get_close_matches(name, options, n=3)
     near = [one for one in near if one[:1] == name[:1]] or near  # the first letter is rarely misspelt
     if near:

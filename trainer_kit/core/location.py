@@ -239,7 +239,9 @@ def locate(path: str | os.PathLike[str]) -> Location:
     """
     if isinstance(path, RemotePath):
         return path
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigurationError("this is not a path", found=repr(path), fix="pass a string or a pathlib.Path")
     if "://" not in text:
         return Path(os.path.expanduser(text))
     match = _URL.fullmatch(text)

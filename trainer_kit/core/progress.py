@@ -165,6 +165,8 @@ DurationLike = Duration | str | int | float | timedelta | Mapping[str, float]
 
 def _seconds(parts: Mapping[str, float]) -> float:
     try:
+        if not parts:
+            raise TypeError("no unit")
         return timedelta(**parts).total_seconds()
     except TypeError as error:
         raise DurationError(

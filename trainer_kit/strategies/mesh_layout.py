@@ -66,8 +66,10 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         StrategyError: a size is below 1, or more than one is -1.
     """
     for axis, size in sizes.items():
-        if size < 1 and size != -1:
-            raise StrategyError("the size of a mesh axis is at least 1", found=f"{axis}={size}")
+        if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+            raise StrategyError(
+                "the size of a mesh axis is a whole number that is at least 1", found=f"{axis}={size!r}"
+            )
     if list(sizes.values()).count(-1) > 1:
         found = ", ".join(axis for axis, size in sizes.items() if size == -1)
         raise StrategyError("at most one axis can be -1", found=f"-1 for {found}")

@@ -104,8 +104,9 @@ class ModelParallelStrategy(Strategy):
         super().__init__()
         self._sizes = {_DATA: data_parallel_size, _TENSOR: tensor_parallel_size}
         for axis, size in self._sizes.items():
-            if size != "auto" and (isinstance(size, str) or size < 1):
-                raise StrategyError("the size of an axis is at least 1, or 'auto'", found=f"{axis}_size={size!r}")
+            if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+                found = f"{axis}_size={size!r}"
+                raise StrategyError("the size of an axis is a whole number that is at least 1, or 'auto'", found=found)
         if not save_distributed_checkpoint:
             fix = "leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export writes"
             raise StrategyError(

@@ -215,7 +215,7 @@ def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | Non
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
-    if value is None:
+    if value is None and name not in ("max_steps", "num_nodes"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         fix = _number_meant(name, value) if isinstance(value, str) else None
@@ -258,7 +258,7 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
             )
         return interval
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or value <= 0 or (isinstance(value, float) and value > 1.0):
+    if not number or not value > 0 or (isinstance(value, float) and value > 1.0):
         raise ConfigurationError(
             "val_check_interval is a number of batches or a fraction of the epoch", found=repr(value)
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Final, final
 
@@ -45,6 +45,12 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
         >>> list(units(net, None)), list(units(net, 30)), list(units(net, "Embedding"))
         (['1.1', '1.0'], ['2', '1', '0'], ['0'])
     """
+    if not (policy is None or callable(policy) or isinstance(policy, (int, str, Iterable))) or (
+        isinstance(policy, int) and policy < 0
+    ):
+        raise StrategyError(
+            "blocks are chosen by class names, classes, a number of parameters, or a callable", found=repr(policy)
+        )
     if policy is None:
         return dict(_inner_first(module, _repeated(module)))
     if isinstance(policy, int):
