@@ -65,7 +65,7 @@ def test_bound_methods_builtins_and_objects():
 
 
 def test_unknown_hooks_and_wrong_parameters():
-    with pytest.raises(HookError, match=r"no hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'"):
+    with pytest.raises(HookError, match=r"unknown hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'"):
         LambdaCallback(on_train_batch_ends=hear)
     with pytest.raises(HookError, match=r"take \(trainer, module, outputs, batch, batch_idx\)"):
         LambdaCallback(on_train_batch_end=hear)
