@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install -c constraints.txt
 
-.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-xla test-pythons test-oldest soak check bench docs site site-material vendor \
+.PHONY: help demo pictures test test-all test-quick test-slurm test-trackers test-lightning test-xla test-pythons test-oldest soak check bench docs site site-material vendor \
   clean
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make test-all    every test that runs on one machine"
 	@echo "make test-slurm  the tests that need a SLURM: starts one of two virtual nodes here (root, Debian), and ends it"
 	@echo "make test-trackers  the tests of experiment trackers with the real packages, in an environment over .venv (0.5 GB)"
+	@echo "make test-lightning  Lightning's own demo files after trainer-kit migrate, beside Lightning itself (its wheel, 1 MB)"
 	@echo "make test-xla    the tests of torch_xla, on its CPU device, in an environment of its own (2.3 GB)"
 	@echo "make test-pythons  the wheel on each of PYTHONS, in an environment of its own: import, command, fit, 900 tests"
 	@echo "make test-oldest the same on OLDEST, with the lowest versions that pyproject.toml allows"
@@ -89,6 +90,15 @@ TRACKERS := .venv-trackers/bin/python
 # ClearML is in .venv, so it runs here and in make test-all.
 test-trackers: .venv-trackers/.stamp
 	$(TRACKERS) -m pytest tests/loggers/test_trackers.py -rs
+
+# Lightning and torchmetrics ask for more than constraints.txt has: their files alone, in a directory of their own.
+.venv-lightning/.stamp: .venv/.stamp
+	$(BIN)/python -m pip install --no-deps --target .venv-lightning lightning==2.6.6 torchmetrics==1.9.0
+	@touch $@
+
+test-lightning: export LIGHTNING_FILES = $(CURDIR)/.venv-lightning
+test-lightning: .venv-lightning/.stamp
+	$(BIN)/python -m pytest tests/compat/test_lightning_files.py -rs
 
 # torch_xla goes with one build of torch, and with none of the other libraries that ask for a newer one.
 XLA := .venv-xla/bin/python

@@ -219,6 +219,7 @@ PATHS.update(
         "fabric.loggers.logger": _at("core.protocols", "Logger") | _utilities("rank_zero_experiment"),
         "fabric.loggers.tensorboard": _utilities(TensorBoardLogger="fabric_tensorboard_logger"),
         "fabric.plugins.precision": _PRECISIONS,
+        "fabric.utilities.imports": _utilities("_IS_WINDOWS"),
         "fabric.strategies": _FABRIC_STRATEGIES,
         "fabric.strategies.ddp": _at("strategies.ddp", "DDPStrategy"),
         "fabric.strategies.fsdp": _at("strategies.fsdp", "FSDPStrategy"),

@@ -108,6 +108,7 @@ _MAP_LOCATION_TYPE = torch.device | str | int | Callable[[Any, str], Any] | Mapp
 _METRIC = Tensor | int | float
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PREDICT_OUTPUT = list[Any] | list[list[Any]]
+_IS_WINDOWS = os.name == "nt"
 _RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (find_spec(name) is not None for name in ("rich", "torchvision"))
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
     torch.finfo(dtype).eps for dtype in (torch.float16, torch.float32, torch.float64)
