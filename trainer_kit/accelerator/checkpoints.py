@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.accumulation import Accumulation
-from trainer_kit.accelerator.deepspeed_import import load_deepspeed
 from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.processes import Processes
 from trainer_kit.accelerator.wrapping import unwrap
 from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_checkpoint, stage, write_checkpoint
-from trainer_kit.checkpoint.deepspeed import find_deepspeed
+from trainer_kit.checkpoint.deepspeed import DeepSpeedContent, DeepSpeedFiles, deepspeed_content, find_deepspeed
 from trainer_kit.checkpoint.files import tied_names
 from trainer_kit.checkpoint.manifest import check_content, read_manifest
 from trainer_kit.checkpoint.read import read_checkpoint
@@ -32,6 +31,7 @@ from trainer_kit.compat.refusals import refused
 from trainer_kit.core.collective_errors import fail_together, on_every_rank, on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import absolute
+from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.data.sources import has_state
 from trainer_kit.precision.precision import Precision
@@ -255,7 +255,7 @@ class Checkpoints:
         if (theirs := fail_together(self._world, lambda: find_deepspeed(path))) is not None:
             schedulers = [one.scheduler for one in self._prepared.schedulers]
             parts = (self._modules, self._optimizers, schedulers)
-            self.step = load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
+            self.step = _load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
             return
         state = self._read(path)
         models = list(self._prepared.models)
@@ -584,3 +584,123 @@ def _local_directory(path: str | os.PathLike[str]) -> Path:
             fix="save to a local path; a Trainer can save checkpoints to a URL",
         )
     return found
+
+
+def _load_deepspeed(
+    path: Path,
+    theirs: DeepSpeedFiles,
+    strategy: Strategy,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Any],
+    schedulers: Sequence[Any],
+    say: Callable[[str], None],
+) -> int:
+    """Load weights, optimizer moments and the schedule; every process calls this function, and reads its own shards.
+
+    Args:
+        path: the checkpoint's path, for errors.
+        theirs: the opened files of the checkpoint.
+        strategy: the strategy of this run.
+        models: the user's models, without wrappers.
+        optimizers: torch optimizers.
+        schedulers: torch schedulers.
+        say: prints a line for the user.
+
+    Returns:
+        The number of optimizer steps in the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint does not match the prepared objects.
+    """
+    world: Group = strategy.world
+    content: DeepSpeedContent = fail_together(world, lambda: deepspeed_content(theirs))
+    prepared = [f"{len(several)} {what}" for several, what in ((models, "models"), (optimizers, "optimizers"))]
+    if len(models) != 1 or len(optimizers) > 1:
+        raise CheckpointError(path, None, f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}")
+    _check_schedule(path, content.schedule, schedulers)
+
+    (model,), weights = models, dict[str, Any]()
+    owned = [owned_parameters(strategy, optimizer) for optimizer in optimizers]
+    _, absent = fail_together(world, lambda: held_of(strategy, model))
+
+    def fill() -> None:
+        names = parameter_names(strategy, model)
+        for optimizer, groups in zip(optimizers, owned, strict=True):
+            called = [[names.get(id(parameter), "") for parameter in group] for group in groups]
+            _place(path, content, called)
+            _restore(path, content, strategy, optimizer, groups, names, called, say)
+        weights.update({name: value for name, value in content.weights.items() if name not in absent})
+        for name, parameter in model.named_parameters(remove_duplicate=False) if content.placed else ():
+            weights[name] = weights[names[id(parameter)]]  # a shared parameter has one master weight
+
+    fail_together(world, fill)
+    fail_together(world, lambda: strategy.load_module_state(model, weights, strict=True))
+    schedule = "its schedule, which advanced once a step, continues"
+    if content.schedule is None or not schedulers:
+        schedule = "no schedule is saved or prepared: the learning rate is what it was then"
+        if schedulers:
+            schedule = "no schedule is saved: load the state of yours by hand, or it starts from its beginning"
+    else:
+        schedulers[0].load_state_dict(dict(content.schedule))
+    say(
+        f"{path.name}, written by DeepSpeed: step {content.step}; {schedule}; random layers and loaders start from the "
+        "beginning"
+    )
+    return content.step
+
+
+def _check_schedule(path: Path, saved: Mapping[str, Any] | None, schedulers: Sequence[Any]) -> None:
+    if saved is None or not schedulers:
+        return
+    kind, own = type(schedulers[0]).__name__, schedulers[0].state_dict()
+    if len(schedulers) > 1 or saved.keys() - own.keys():
+        raise CheckpointError(
+            path,
+            "lr_scheduler",
+            f"it is not the state of {kind if len(schedulers) == 1 else f'{len(schedulers)} schedulers'}:"
+            f" it has {', '.join(sorted(saved))}",
+            fix="prepare one scheduler, of the class that was saved",
+        )
+
+
+def _place(path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]]) -> None:
+    """Match optimizer states to parameters by order; for a checkpoint without ZeRO."""
+    if not content.placed:
+        return
+    sizes, own = [len(group) for group in content.placed], [len(group) for group in called]
+    if sizes != own:
+        raise CheckpointError(
+            path, "optimizer", f"groups of {sizes} parameters were saved, and groups of {own} are here"
+        )
+    for group, names in zip(content.placed, called, strict=True):
+        for state, name in zip(group, names, strict=True):
+            master = state.pop("master", None)
+            content.moments[name] = state
+            if master is not None:
+                content.weights[name] = master
+
+
+def _restore(
+    path: Path,
+    content: DeepSpeedContent,
+    strategy: Strategy,
+    optimizer: Any,
+    own: Sequence[Sequence[nn.Parameter]],
+    names: Mapping[int, str],
+    called: Sequence[Sequence[str]],
+    say: Callable[[str], None],
+) -> None:
+    missing = [name for group in called for name in group if name not in content.moments]
+    if not content.moments or "betas" not in optimizer.param_groups[0]:
+        raise CheckpointError(
+            path, "optimizer", f"it has moments of Adam, and {type(optimizer).__name__} is prepared"
+            if content.moments else "it contains no moments",
+            fix="load weights alone: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) before prepare",
+        )  # fmt: skip
+    if missing:
+        say(f"{path.name} has no moments of {missing[0]}{', …' if missing[1:] else ''}: they begin at zero")
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    for group, rate in zip(groups, content.rates, strict=False):
+        group["lr"] = rate
+    saved = {"state": content.moments, "param_groups": groups}
+    restore_optimizer(strategy, optimizer, own, saved, names, say, content.weights)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
+import pickle
 import shutil
 import stat
 import zipfile
@@ -11,7 +14,8 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args
+from types import SimpleNamespace
+from typing import Any, Final, Literal, TypeVar, final, get_args
 
 import torch
 from torch import Tensor
@@ -31,7 +35,7 @@ from trainer_kit.checkpoint.files import (
     torch_load,
     write_file,
 )
-from trainer_kit.checkpoint.layout import TensorLayout, layouts_of, tensors_in
+from trainer_kit.checkpoint.layout import Chunk, TensorLayout, check_cover, layouts_of, tensors_in
 from trainer_kit.checkpoint.lightning import lightning_hparams, to_lightning
 from trainer_kit.checkpoint.manifest import (
     DOCUMENT,
@@ -45,7 +49,6 @@ from trainer_kit.checkpoint.manifest import (
 from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.checkpoint.store import similar
-from trainer_kit.checkpoint.torch_sharded import find_torch_sharded, read_torch_sharded
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
@@ -92,8 +95,8 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
 def _read(file: Location, device: torch.device | str, parts: Collection[str] | None) -> dict[str, Any]:
     """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
     if isinstance(file, Path) and holds_weight_files(file):
-        if (sharded := find_torch_sharded(file)) is not None:
-            return {"state_dict": read_torch_sharded(sharded, device)}
+        if (sharded := _find_torch_sharded(file)) is not None:
+            return {"state_dict": _read_torch_sharded(sharded, device)}
         return {"state_dict": _joined(_find_weight_files(file), partial(read_tensors, device=device))}
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
         return {"state_dict": deepspeed_weights(theirs, device)}
@@ -458,3 +461,145 @@ def _write_shards(work: Path, weights: Mapping[str, Tensor], limit: int) -> None
     index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": places}
     content = json.dumps(index, indent=2, sort_keys=True) + "\n"
     write_file(work / "model.safetensors.index.json", [content.encode()])
+
+
+_METADATA: Final = ".metadata"
+_MOST_METADATA: Final = 256 << 20
+_RECORDS: Final = {
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata"),
+    },
+}
+
+
+def _word(value: Any) -> Any:
+    """A text or number as it is: the text of a nested list can be longer than the memory."""
+    if not isinstance(value, (str, int)):
+        raise TypeError(f"a {type(value).__name__} is neither text nor a number")
+    return value
+
+
+_VALUES: Final[Mapping[tuple[str, str], Any]] = {
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _word,
+    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): _word,
+    ("pathlib", "PosixPath"): lambda *parts: "/".join(parts),
+    ("pathlib", "WindowsPath"): lambda *parts: "/".join(parts),
+}
+"""What stands in the place of the functions that these files call."""
+
+
+@final
+class _Reader(pickle.Unpickler):
+    """Creates plain records for torch's classes, and refuses every other name, so that no other code runs."""
+
+    def __init__(self, content: bytes, file: Path) -> None:
+        super().__init__(io.BytesIO(content))
+        self._file = file
+        self._records: dict[str, type] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _RECORDS.get(module, ()):
+            return self._records.setdefault(name, type(name, (_Record,), {}))
+        if (module, name) in _VALUES:
+            return _VALUES[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise CheckpointError(
+            self._file.parent,
+            None,
+            f"{module}.{name} does not belong in a torch distributed checkpoint; its .metadata is a pickle,"
+            " which can run "
+            "any code when it is read",
+            fix="if you trust its author, convert it yourself: python -m torch.distributed.checkpoint.format_utils "
+            "dcp_to_torch DIRECTORY FILE.pt",
+        )
+
+
+class _Record(SimpleNamespace):
+    """One of torch's records: its attributes, or the tuple that it is pickled as."""
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # keys of a dict are filled before they have attributes
+
+    def __setstate__(self, state: Any) -> None:
+        vars(self).update(state if isinstance(state, dict) else {"values": state})
+
+
+def _find_torch_sharded(directory: Path) -> Path | None:
+    """Return the torch distributed checkpoint of a model at, or directly inside of, a directory; None without one.
+
+    Raises:
+        CheckpointError: there are several.
+    """
+    found = [
+        file.parent for file in (directory / _METADATA, *sorted(directory.glob(f"*/{_METADATA}"))) if file.is_file()
+    ]
+    models = [one for one in found if not one.name.startswith("optimizer")] or found
+    if len(models) > 1:
+        names = ", ".join(one.name for one in models)
+        raise CheckpointError(
+            directory, None, f"several torch distributed checkpoints: {names}", fix="name one of them"
+        )
+    return models[0] if models else None
+
+
+def _read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """Return the tensors of a torch distributed checkpoint, whole, by name.
+
+    Args:
+        directory: with a ``.metadata`` and its ``.distcp`` files.
+        device: the device of the tensors.
+
+    Returns:
+        By name; of ``{"model": state}``, as Accelerate writes it, the names in ``state``.
+
+    Raises:
+        CheckpointError: the files are damaged, or name a class that does not belong in such a checkpoint.
+    """
+    file = directory / _METADATA
+    with named_failure(file, "it cannot be read"):
+        if file.stat().st_size > _MOST_METADATA:
+            raise CheckpointError(file, None, f"it has more than {_MOST_METADATA} bytes")
+        content = file.read_bytes()
+    try:
+        metadata = _Reader(content, file).load()
+        places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        tensors = {
+            name: _tensor(directory, name, one, places).to(device)
+            for name, one in metadata.state_dict_metadata.items()
+            if hasattr(one, "chunks")  # else it is a pickled value
+        }
+    except CheckpointError:
+        raise
+    except Exception as error:  # a hostile file can cause any error
+        raise CheckpointError(file, None, f"it does not describe tensors ({type(error).__name__}: {error})") from error
+    inside = all(name.startswith("model.") for name in tensors)
+    return {name.removeprefix("model.") if inside else name: tensor for name, tensor in tensors.items()}
+
+
+def _tensor(directory: Path, name: str, one: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> Tensor:
+    dtype, shape = one.properties.values[0], tuple(one.size)
+    parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in one.chunks if math.prod(chunk.sizes)]
+    chunks = [Chunk(offsets, sizes, places[name, offsets].relative_path, name) for offsets, sizes in parts]
+    check_cover(directory / _METADATA, name, TensorLayout(dtype, shape, tuple(chunks)))
+    for chunk in chunks:
+        file = directory / chunk.file
+        bytes_of = math.prod(chunk.sizes) * dtype.itemsize
+        if chunk.file != os.path.basename(chunk.file) or not file.is_file() or bytes_of > file.stat().st_size:
+            raise CheckpointError(file, name, "it does not hold this tensor")
+    whole = torch.empty(shape, dtype=dtype)
+    for chunk in chunks:
+        place, target = places[name, chunk.offsets], whole
+        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            target = target.narrow(dim, start, size)
+        with open(directory / chunk.file, "rb") as stream:
+            stream.seek(place.offset)
+            content = io.BytesIO(stream.read(place.length))
+        try:
+            part = torch_load(content, "cpu")
+        except CheckpointError as error:
+            raise CheckpointError(directory / chunk.file, name, error.reason) from error
+        target.copy_(part.reshape(chunk.sizes))
+    return whole

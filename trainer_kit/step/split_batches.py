@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trainer_kit.checkpoint.files import same_bits
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import RankError, TrainerKitError
+from trainer_kit.core.protocols import SplitsBatches
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.tensors import is_tensor, local
 from trainer_kit.data.sizes import batch_size_of
@@ -77,7 +78,7 @@ class SplitBatches:
         module: nn.Module,
         metrics: Metrics,
         loss_weight: Callable[[Any], Any] | None,
-        state: Any,
+        state: SplitsBatches,
         say: Callable[[str], None],
     ) -> None:
         self._strategy, self._inside, self._module, self._metrics = strategy, inside, module, metrics

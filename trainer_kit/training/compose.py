@@ -24,7 +24,7 @@ from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.location import Location
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Duration
-from trainer_kit.core.protocols import ActsAtIntervals, LeavesOutSteps, ReplaysSteps, SplitsBatches
+from trainer_kit.core.protocols import ActsAtIntervals, Group, LeavesOutSteps, ReplaysSteps, SplitsBatches
 from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.core.states import names_validation
 from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
@@ -68,6 +68,8 @@ __all__ = [
     "training_bytes",
     "whole_copies_fit",
 ]
+
+_Steps = Stepper | ManualStepper
 
 
 def check_datamodule(datamodule: Any) -> None:
@@ -120,7 +122,7 @@ def check_module(module: Any, stage: str) -> None:
         )
 
 
-def prepare_data(trainer: Session, module: Any, datamodule: Any, stage: str) -> None:
+def prepare_data(trainer: Session, module: TrainModule, datamodule: Any, stage: str) -> None:
     """Call ``prepare_data`` on one process per node, then ``setup`` on every rank: datamodule, callbacks, module."""
     owners = [owner for owner in (datamodule, module) if owner is not None]
     if trainer.local_rank == 0:
@@ -138,7 +140,7 @@ def prepare_data(trainer: Session, module: Any, datamodule: Any, stage: str) -> 
 
 
 def compose_evaluation(
-    trainer: Session, stage: str, module: Any, datamodule: Any, loaders: Any, bus: Bus
+    trainer: Session, stage: str, module: TrainModule, datamodule: Any, loaders: Any, bus: Bus
 ) -> Evaluation:
     """Compose a validation, a test or a prediction."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
@@ -174,7 +176,9 @@ def compose_evaluation(
     )
 
 
-def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
+def compose_fit(
+    trainer: Session, module: TrainModule, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus
+) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
@@ -238,7 +242,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
 
 
 def _forward_backward(
-    trainer: Session, module: Any, stepper: Any, micro: MicroBatches, windows: WindowLoader
+    trainer: Session, module: TrainModule, stepper: _Steps, micro: MicroBatches, windows: WindowLoader
 ) -> Callable[[MicroBatches], None]:
     asked = next((callback for callback in trainer.callbacks if isinstance(callback, SplitsBatches)), None)
     replays = next((callback for callback in trainer.callbacks if isinstance(callback, ReplaysSteps)), None)
@@ -344,7 +348,12 @@ def _announce_checkpoint(trainer: Session, path: Location) -> None:
 
 
 def _windows(
-    trainer: Session, module: Any, feed: Feed, micro: MicroBatches, limit: int | None, prefetch: Any
+    trainer: Session,
+    module: TrainModule,
+    feed: Feed,
+    micro: MicroBatches,
+    limit: int | None,
+    prefetch: Callable[[Iterable[Any]], Iterator[Any]] | None,
 ) -> WindowLoader:
     strategy = trainer.strategy
     windows = WindowLoader(
@@ -421,7 +430,7 @@ def _report_length(trainer: Session, feed: Feed, limit: int | None) -> None:
         )
 
 
-def _is_manual(trainer: Session, module: Any) -> bool:
+def _is_manual(trainer: Session, module: TrainModule) -> bool:
     clip, manual = trainer.settings.clip, not module.automatic_optimization
     if manual and (clip is not None or trainer.accumulation != 1):
         raise ConfigurationError(
@@ -432,7 +441,7 @@ def _is_manual(trainer: Session, module: Any) -> bool:
     return manual
 
 
-def _wrap(trainer: Session, module: Any, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
+def _wrap(trainer: Session, module: TrainModule, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
     """Wrap the module, configure its optimizers on the wrapped module, and bind its step."""
     strategy = trainer.strategy
     facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
@@ -489,7 +498,9 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
     return lambda batch, index: method(batch)
 
 
-def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, manual: bool) -> MicroBatches:
+def _micro(
+    trainer: Session, module: TrainModule, bus: Bus, stepper: _Steps, step: Callable[..., Any], manual: bool
+) -> MicroBatches:
     backward = trainer.strategy.bind_backward(
         module.backward if is_overridden("backward", module, TrainModule) else None
     )
@@ -504,7 +515,7 @@ def _micro(trainer: Session, module: Any, bus: Bus, stepper: Any, step: Any, man
 
 
 def _movement(
-    trainer: Session, module: Any, datamodule: Any, feed: Feed
+    trainer: Session, module: TrainModule, datamodule: Any, feed: Feed
 ) -> tuple[Callable[..., Any] | None, Callable[[Iterable[Any]], Iterator[Any]] | None]:
     """The function that moves a batch to the device, and the one that prefetches; each None if it has nothing to do."""
     strategy = trainer.strategy
@@ -522,7 +533,9 @@ def _prefetch(move: Callable[[Any], Any], device: torch.device) -> Callable[[Ite
     return lambda items: iter(Ahead(iter(items), moved, device))
 
 
-def _validation(trainer: Session, module: Any, datamodule: Any, val_loaders: Any, bus: Bus) -> Evaluation | None:
+def _validation(
+    trainer: Session, module: TrainModule, datamodule: Any, val_loaders: Any, bus: Bus
+) -> Evaluation | None:
     if trainer.settings.limits["val"] == 0:
         return None
     if not is_overridden("validation_step", module, TrainModule):
@@ -536,7 +549,7 @@ def _validation(trainer: Session, module: Any, datamodule: Any, val_loaders: Any
     return run if any(limit != 0 for limit in run.limits) else None
 
 
-def _check_tokens(settings: Settings, module: Any) -> None:
+def _check_tokens(settings: Settings, module: TrainModule) -> None:
     check_tokens("max_duration", settings.max_duration, module)
     check_tokens("val_check_interval", settings.validate_every, module)
 
@@ -615,7 +628,9 @@ def build_module(trainer: Session, module: Any, stage: str) -> None:
     trainer.say(f'strategy="auto": {why}')
 
 
-def choose_by_memory(trainer: Session, module: nn.Module, stage: str, world: Any = None) -> tuple[Any, str]:
+def choose_by_memory(
+    trainer: Session, module: nn.Module, stage: str, world: Group | None = None
+) -> tuple[Strategy, str]:
     """Resolve ``"auto"`` for this module; returns the strategy and the reason.
 
     Args:

@@ -120,7 +120,7 @@ def draw(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Svg:
     )
 
 
-def _strategy(trainer: Session, module: Any, datamodule: Any) -> tuple[Strategy, str, int]:
+def _strategy(trainer: Session, module: TrainModule, datamodule: Any) -> tuple[Strategy, str, int]:
     """The strategy of a fit, the reason where ``"auto"`` chooses another one, and the number of ranks."""
     strategy, why = trainer.strategy, ""
     if module is not None:
@@ -131,7 +131,7 @@ def _strategy(trainer: Session, module: Any, datamodule: Any) -> tuple[Strategy,
     return strategy, why, max(trainer.world_size, trainer.processes)
 
 
-def explain_running(trainer: Session, module: Any) -> Text:
+def explain_running(trainer: Session, module: TrainModule) -> Text:
     """`explain` for a fit that is already composed: this prepares and loads nothing.
 
     Args:
@@ -160,12 +160,12 @@ def _header(trainer: Session, strategy: Strategy, size: int) -> list[str]:
     ]
 
 
-def _loop(trainer: Session, module: Any, bus: Bus) -> list[str]:
+def _loop(trainer: Session, module: TrainModule, bus: Bus) -> list[str]:
     validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
     return _loop_lines(bus, _facts(trainer, module), validates)
 
 
-def prepare(trainer: Session, module: Any, datamodule: Any) -> None:
+def prepare(trainer: Session, module: TrainModule, datamodule: Any) -> None:
     """Call ``prepare_data`` and ``setup``, as `fit` does before it gets the loaders."""
     check_datamodule(datamodule)
     owners = [owner for owner in (datamodule, module) if owner is not None]
@@ -216,7 +216,7 @@ def _window(trainer: Session) -> int:
     return 1 if counting is None else counting.get_accumulate_grad_batches(0)
 
 
-def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) -> list[str]:
+def _cost_lines(trainer: Session, strategy: Strategy, module: TrainModule, size: int) -> list[str]:
     """Memory and communication of a rank for the module as it is now; an earlier fit may have sharded it."""
     if next(module.parameters(), None) is None:
         return ["layout       known when configure_model has built the layers"]
@@ -236,7 +236,7 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: Any, size: int) ->
     return [*cost_lines(costs, optimizers), *note]
 
 
-def _facts(trainer: Session, module: Any) -> dict[str, str]:
+def _facts(trainer: Session, module: TrainModule) -> dict[str, str]:
     name = type(module).__name__
     clip = trainer.settings.clip
     return {

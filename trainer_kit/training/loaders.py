@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.hooks import DataHooks
+from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import CombinedLoader, Feed, is_tree, limit_batches, read_together
@@ -132,7 +133,7 @@ def _unshuffled(loaders: Any) -> Any:
 
 
 def mover(
-    module: Any, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
+    module: TrainModule, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
 ) -> tuple[Callable[..., Any] | None, bool]:
     """The function that moves a batch to the device, or None if it has nothing to do; and whether it may prefetch.
 
