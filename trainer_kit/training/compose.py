@@ -176,9 +176,7 @@ def compose_evaluation(
     )
 
 
-def compose_fit(
-    trainer: Session, module: TrainModule, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus
-) -> Fit:
+def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
