@@ -268,6 +268,33 @@ def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, releas
     assert [step for step, _ in logger.values] == list(range(1, 401))
 
 
+def test_values_that_cannot_be_read_back_are_counted(tmp_path, capsys, released, monkeypatch):
+    """Only the first hundred of them were in a line."""
+    monkeypatch.setattr(delivery, "_KEPT", 40)
+
+    def fault(name, count):
+        if name == "log_metrics" and count == 3:
+            released.wait()
+
+    class Removes(Logs):
+        def on_train_end(self):
+            self.trainer.loggers[0].save()
+            (tmp_path / "run" / "version_0" / "journal.jsonl").unlink()
+            released.set()
+
+    logger = Faulty(fault)
+    trainer = Trainer(
+        max_steps=400, logger=[CSVLogger(tmp_path, name="run", version=0), logger], log_every_n_steps=1,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        accelerator="cpu",
+    )  # fmt: skip
+    trainer.fit(Removes(), [torch.randn(2, 32) for _ in range(400)])
+    first, *_, last = lines_about(capsys, "Faulty")
+    assert "values cannot be read back: FileNotFoundError" in first
+    assert f"{400 - len(logger.values)} calls were dropped" in last
+    assert 30 < len(logger.values) < 60
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_values_reach_an_idle_logger_without_waking_it(waits):
     """Each wake-up would interrupt the training thread, with which the logger's thread shares the interpreter."""

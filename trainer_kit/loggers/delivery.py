@@ -252,6 +252,9 @@ class Delivery:
             self._wait_for_start(starts)
         with self._changed:
             left, busy, done = self._pending(), self._busy, not self._queue and self._thread is None
+        if done and self._lost:
+            self._say(f"{self.name}: it did not receive every call{self._where()}")
+            self._lost = 0
         if not done:
             state = f"{busy[0]} has not returned for {time.monotonic() - busy[1]:.0f} s" if busy else "it fails"
             self._say(f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}")
