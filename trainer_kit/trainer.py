@@ -21,7 +21,7 @@ from trainer_kit.build import (
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
-from trainer_kit.core.arguments import as_list, known_arguments
+from trainer_kit.core.arguments import as_list, call_check, known_arguments
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.environment import Environment
@@ -63,7 +63,7 @@ _ELSEWHERE = {**TRAINING_ARGUMENTS, "module": "model=...", "net": "model=..."}
 
 def _entry_point(method: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
     """Decorate a method: it answers a call on the class, and arguments that it does not have or does not get."""
-    checked = known_arguments(_ELSEWHERE)(method)
+    check = call_check(method, _ELSEWHERE)
 
     @wraps(method)
     def call(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
@@ -75,7 +75,8 @@ def _entry_point(method: Callable[_Taken, _Returned]) -> Callable[_Taken, _Retur
                 found=f"Trainer.{verb}({first}, ...)",
                 fix=f"create one first: trainer = Trainer(...), then trainer.{verb}(module, ...)",
             )
-        return checked(*args, **kwargs)
+        check(args, kwargs)
+        return method(*args, **kwargs)
 
     return call
 

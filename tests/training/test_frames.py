@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -57,7 +58,7 @@ def frames_to_step(**options):
             frame, files = sys._getframe(1), []
             while frame is not None:
                 files.append((frame.f_code.co_filename, frame.f_code.co_name))
-                if frame.f_code is Trainer.fit.__code__:
+                if frame.f_code is inspect.unwrap(Trainer.fit).__code__:
                     break
                 frame = frame.f_back
             assert files[-1][1] == "fit"

@@ -6,7 +6,7 @@ import collections.abc
 import inspect
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import timedelta
 from enum import Enum
@@ -20,6 +20,7 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
 __all__ = [
     "as_list",
+    "call_check",
     "check_fields",
     "check_timeout",
     "check_type",
@@ -274,34 +275,51 @@ def known_arguments(
     """
 
     def decorate(constructor: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
-        parameters = inspect.signature(constructor).parameters
-        several = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
-        known = [name for name, each in parameters.items() if each.kind is not each.VAR_POSITIONAL][1:]
-        positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
-        named = [name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY]
-        needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
-        switches = {name: _SWITCHES.get(each.annotation, Any) for name, each in parameters.items()}
-        owner = constructor.__qualname__.removesuffix(".__init__")
+        check = call_check(constructor, former)
 
         @wraps(constructor)
         def checked(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
-            refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
-            if len(args) - 1 > positional and not several:
-                first = args[positional + 1]
-                is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
-                some = f"{positional} arguments without a name" if positional else "its arguments by name"
-                raise ConfigurationError(
-                    f"{owner} takes {some}",
-                    found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}") + " without a name",
-                    fix=former.get("module" if is_module else "", f"such as {(named or known)[0]}=..."),
-                )
-            for name in needed:
-                if name not in kwargs and (name in named or known.index(name) >= len(args) - 1):
-                    raise ConfigurationError(f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=...")
-            for name, value in (*zip(list(parameters)[1:], args[1:], strict=False), *kwargs.items()):
-                check_type(owner, name, value, switches[name], parameters[name].annotation)
+            check(args, kwargs)
             return constructor(*args, **kwargs)
 
         return checked
 
     return decorate
+
+
+def call_check(
+    method: Callable[..., Any], former: Mapping[str, str]
+) -> Callable[[Sequence[Any], Mapping[str, Any]], None]:
+    """The check of `known_arguments` on its own, for a decorator that would otherwise add a second frame to tracebacks.
+
+    Args:
+        method: a constructor or method; the first of its arguments is not checked.
+        former: as for `known_arguments`.
+    """
+    parameters = inspect.signature(method).parameters
+    several = any(each.kind is each.VAR_POSITIONAL for each in parameters.values())
+    known = [name for name, each in parameters.items() if each.kind is not each.VAR_POSITIONAL][1:]
+    positional = sum(each.kind is not each.KEYWORD_ONLY for each in parameters.values()) - 1
+    named = [name for name in known if parameters[name].kind is parameters[name].KEYWORD_ONLY]
+    needed = [name for name in known if parameters[name].default is inspect.Parameter.empty]
+    switches = {name: _SWITCHES.get(each.annotation, Any) for name, each in parameters.items()}
+    owner = method.__qualname__.removesuffix(".__init__")
+
+    def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
+        if len(args) - 1 > positional and not several:
+            first = args[positional + 1]
+            is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
+            some = f"{positional} arguments without a name" if positional else "its arguments by name"
+            raise ConfigurationError(
+                f"{owner} takes {some}",
+                found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}") + " without a name",
+                fix=former.get("module" if is_module else "", f"such as {(named or known)[0]}=..."),
+            )
+        for name in needed:
+            if name not in kwargs and (name in named or known.index(name) >= len(args) - 1):
+                raise ConfigurationError(f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=...")
+        for name, value in (*zip(list(parameters)[1:], args[1:], strict=False), *kwargs.items()):
+            check_type(owner, name, value, switches[name], parameters[name].annotation)
+
+    return check
