@@ -310,7 +310,7 @@ def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
         notes.append("recurrent layers are measured as plain operators; a fused kernel has its own workspace")
     if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):
         found = ", ".join(sorted(_READ & batch.keys()))
-        notes.append(f"models of transformers read {found}: measured as for samples that are padded or packed")
+        notes.append(f"models of transformers read {found}: measured as padded or packed, even a mask of ones")
     if candidate.offload and accelerator == "cpu":
         notes.append("host memory is the device's on a CPU: offload saves nothing")
     elif candidate.offload:

@@ -42,7 +42,11 @@ _STYLE: Final = """
 .bar u { position: absolute; top: -4px; bottom: -4px; width: 0; border-left: 2px dashed var(--bad); }
 .size { font-variant-numeric: tabular-nums; white-space: nowrap; text-align: right; } .over { color: var(--bad); }
 .panel { padding: 12px 14px; margin: 10px 0; } .reason { color: var(--soft); white-space: normal; }
-ul { padding-left: 20px; } li { margin: 3px 0; }
+ul { padding-left: 20px; } li { margin: 3px 0; } td { white-space: nowrap; }
+@media (max-width: 640px) {
+  .bars { grid-template-columns: 1fr max-content; grid-auto-flow: dense; row-gap: 3px; }
+  .bars .bar { grid-column: 1 / -1; margin-bottom: 9px; }
+}
 """ + "".join(f".k{number} {{ background: var(--s{number}); color: var(--s{number}); }}\n" for number in range(8))
 
 
