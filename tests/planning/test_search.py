@@ -321,3 +321,10 @@ def test_json_and_page_hold_the_same(plan, tmp_path):
     assert page.count('class="bar"') == sum(row.measured is not None for row in plan.rows)
     assert "<script" not in page
     assert "prefers-color-scheme: dark" in page
+
+
+def test_precisions_that_are_searched_in_processes_of_their_own_give_the_same_rows():
+    asked = question(worlds=(8, 16), precisions=("bf16-mixed", "32-true", "16-mixed"))
+    rows = [search(asked, nn.Linear(1, 1), Memory(), several=several) for several in (False, True)]
+    assert rows[0] == rows[1]
+    assert {row.candidate.precision for row in rows[0]} == set(asked.precisions)

@@ -11,7 +11,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection
 from multiprocessing.connection import Connection
@@ -19,12 +19,12 @@ from typing import Any, Final, Literal, TypeVar, final
 
 import torch
 
-from trainer_kit.core.environment import Environment
+from trainer_kit.core.environment import Environment, usable_cores
 from trainer_kit.core.errors import LaunchError, RankError, add_note
 from trainer_kit.launch.bootstrap import die_with_parent, qualified_name
 from trainer_kit.launch.failure import RankFailure, describe, root_first
 
-__all__ = ["Ranks", "local_environment", "no_garbage_in_forks", "run_forked"]
+__all__ = ["Ranks", "local_environment", "no_garbage_in_forks", "run_beside", "run_forked"]
 
 _EXIT_TIME: Final = 5.0
 """Seconds that a process has to end after it has sent its result."""
@@ -99,6 +99,58 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
         ranks.close()
 
 
+def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
+    """Call independent functions at the same time, on as many cores: the first one here, the others in forks.
+
+    A function is called here, too, where a fork is not possible, or has not returned a result. So an exception is
+    always that of a call here. What a function changes in a fork is lost.
+
+    Args:
+        functions: whose results can be pickled.
+
+    Returns:
+        Their results, in order.
+
+    Example:
+        >>> run_beside([lambda: 1 + 1, lambda: "a" * 3])
+        [2, 'aaa']
+    """
+    beside: list[tuple[Any, Connection[Any, Any]]] = []
+    if usable_cores() > 1 and "fork" in multiprocessing.get_all_start_methods() and _device_in_use() is None:
+        with no_garbage_in_forks(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
+            context = multiprocessing.get_context("fork")
+            for function in functions[1 : usable_cores()]:
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(target=_call_beside, args=(function, writer))
+                process.start()
+                writer.close()
+                beside.append((process, reader))
+    try:
+        results = [functions[0]()]
+        for function, (_, reader) in zip(functions[1:], beside, strict=False):
+            try:
+                results.append(pickle.loads(reader.recv_bytes()))
+            except (EOFError, OSError):  # it failed there
+                results.append(function())
+        return results + [function() for function in functions[1 + len(beside) :]]
+    finally:
+        for process, reader in beside:
+            reader.close()
+            process.kill()
+            process.join()
+
+
+def _call_beside(function: Callable[[], Any], writer: Connection[Any, Any]) -> None:
+    if sys.platform == "linux":
+        die_with_parent()
+    torch.set_num_threads(1)
+    try:
+        writer.send_bytes(pickle.dumps(function()))
+    except BaseException:
+        os._exit(1)  # the parent calls it again, and has its exception
+
+
 @final
 class _Target:
     """Calls ``fn`` in a rank's process."""
@@ -114,15 +166,21 @@ class _Target:
         return result if rank == 0 else None
 
 
-def _check_fork() -> None:
+def _device_in_use() -> str | None:
+    """The type of an accelerator that this process has used, which does not survive a fork."""
     device = torch.accelerator.current_accelerator()
     if device is None:
-        return
+        return None
     initialised = getattr(torch.get_device_module(device), "is_initialized", None)
-    if initialised is not None and initialised():
+    return device.type if initialised is not None and initialised() else None
+
+
+def _check_fork() -> None:
+    used = _device_in_use()
+    if used is not None:
         raise LaunchError(
             "ranks can no longer be forked",
-            found=f"this process has used the {device.type} device, which does not survive a fork",
+            found=f"this process has used the {used} device, which does not survive a fork",
             fix="restart the notebook's kernel and start training before anything else touches the device",
         )
 

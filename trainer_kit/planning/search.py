@@ -15,6 +15,7 @@ from trainer_kit.core.device_table import Device
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.launch.processes import run_beside
 from trainer_kit.planning.estimate import Assumptions, Estimate, estimate_step, inner_ranks
 from trainer_kit.planning.records import CALCULATED, Candidate, Measured, Traffic
 from trainer_kit.training.session import nothing
@@ -73,7 +74,14 @@ class Row:
 _Measure = Callable[[Candidate], Measured]
 
 
-def search(question: Question, module: nn.Module, measure: _Measure, say: Callable[[str], None] = nothing) -> list[Row]:
+def search(
+    question: Question,
+    module: nn.Module,
+    measure: _Measure,
+    say: Callable[[str], None] = nothing,
+    *,
+    several: bool = False,
+) -> list[Row]:
     """Measure the configurations of a question; for each world, rows that fit come first, from fast to slow.
 
     Of each strategy and precision the largest micro-batch that fits is found. Activation checkpointing is tried where
@@ -85,16 +93,25 @@ def search(question: Question, module: nn.Module, measure: _Measure, say: Callab
         module: the module, which may lack its weights.
         measure: measures one configuration, or raises an error, whose text becomes the reason of its row.
         say: is called with a line for each measured configuration.
+        several: search each precision in a process of its own.
     """
-    found = _Search(question, measure, say)
+    words = {
+        world: question.strategies or tuple(_strategies(module, world, question.device)) for world in question.worlds
+    }
+
+    def table(precision: str) -> dict[tuple[int, str], list[Row]]:
+        found = _Search(question, measure, say)  # no precision uses what another one has measured
+        return {
+            (world, strategy): list(found.rows(strategy, precision, world))
+            for world, strategies in words.items()
+            for strategy in strategies
+        }
+
+    searches = [partial(table, precision) for precision in question.precisions]
+    tables = run_beside(searches) if several else [one() for one in searches]
     rows: list[Row] = []
-    for world in question.worlds:
-        own = [
-            row
-            for strategy in question.strategies or _strategies(module, world, question.device)
-            for precision in question.precisions
-            for row in found.rows(strategy, precision, world)
-        ]
+    for world, strategies in words.items():
+        own = [row for strategy in strategies for each in tables for row in each[world, strategy]]
         own.sort(key=partial(_rank, question.precisions))
         rows += own
     return rows
