@@ -339,6 +339,8 @@ class _Verifier:
             if not exact.even
             else "the size of a batch is not known"
             if any(ids is None for ids in read) or not self.trainer.settings.shard
+            else "the loader makes its batches itself: one process cannot read those of all ranks as one"
+            if chosen[0].own_batches
             else None
         )
         if why is not None:

@@ -19,6 +19,7 @@ from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.states import names_validation
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.data import Feed
 from trainer_kit.data.order import derive_seed
 from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares
 from trainer_kit.planning.verify_operations import trace
@@ -31,6 +32,7 @@ __all__ = [
     "Recorder",
     "Watched",
     "losses_of",
+    "makes_batches",
     "names_of",
     "reseed",
     "tied_names",
@@ -78,6 +80,7 @@ class Record:
         place: this rank's place among those ranks.
         divisor: by what the engine divides the sum of the ranks' gradients.
         own_buffers: whether no rank sends its buffers.
+        own_batches: whether the loader makes its batches itself, so that one process cannot read them as one.
         gradients: by step and parameter: complete, before clipping.
         weights: by step and name: complete, after the step; parameters and buffers.
         local: by step and name: parameters and buffers of which this rank has a whole copy.
@@ -93,7 +96,7 @@ class Record:
 
     def __init__(self, places: int = 1, seed: int = 0) -> None:
         self.place, self.places, self.divisor, self.seed = 0, places, 1, seed
-        self.own_buffers = self.draws = False
+        self.own_buffers = self.own_batches = self.draws = False
         self.even = True
         self.micros: dict[tuple[int, int], Micro] = {}
         self.gradients: dict[int, dict[str, Tensor]] = {}
@@ -120,6 +123,20 @@ def whole(value: Any) -> Tensor:
     value = value.detach()
     value = value.full_tensor() if hasattr(value, "full_tensor") else value
     return value.to("cpu", copy=True)  # type: ignore[no-any-return]
+
+
+def makes_batches(feed: Feed) -> bool:
+    """Whether a loader makes its batches itself, as with a batch sampler: their size cannot be set.
+
+    Example:
+        >>> data = torch.utils.data
+        >>> makes_batches(Feed(data.DataLoader(range(8), batch_size=2)))
+        False
+        >>> sampler = data.BatchSampler(range(8), 2, drop_last=False)
+        >>> makes_batches(Feed(data.DataLoader(range(8), batch_sampler=sampler)))
+        True
+    """
+    return any(unit == "batches" for unit, _ in feed.stride)
 
 
 def names_of(module: nn.Module) -> dict[int, str]:
@@ -229,6 +246,7 @@ class Recorder(Callback):
         trainer.run.saver.in_thread = not self.threads
         self._feed = trainer.run.windows.feed
         self._feed.record_indices()
+        record.own_batches = makes_batches(self._feed)
         self._names = names_of(module)
         if self.watched:
             self._handles = list(watch(module, lambda: self._now, self.traced))

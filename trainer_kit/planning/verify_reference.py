@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import pick_device
@@ -23,7 +25,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.signatures import takes
 from trainer_kit.core.tensors import tensors_of
-from trainer_kit.data import EMPTY, Feed
+from trainer_kit.data import EMPTY, CombinedLoader, Feed, read_together
 from trainer_kit.planning.verify_compare import same_bits
 from trainer_kit.planning.verify_manual import PlainOptimizer, Turns, add_gradients, copied
 from trainer_kit.planning.verify_norms import canonical
@@ -582,14 +584,48 @@ def plain_loop(
 
 def feeds_of(trainer: Session, loaders: Any, division: Division) -> tuple[list[Feed], int | None]:
     """The data of each place, and the micro-batches of an epoch."""
+    each = [loaders, *(_own(loaders) for _ in range(division.places - 1))]
     made = [
         training_feed(
-            loaders,
+            mine,
             trainer.settings,
             _Place(rank, division.places),  # type: ignore[arg-type]
             division.seed,
             trainer.accumulation,
         )
-        for rank in range(division.places)
+        for rank, mine in enumerate(each)
     ]
     return [feed for feed, _ in made], made[0][1]
+
+
+def _own(loaders: Any) -> Any:
+    """A copy of the loaders, whose samplers, generators and streams another rank's reading does not change.
+
+    What reads one sample at a time is shared, so that state between samples shows. Loaders that cannot be copied are
+    shared too.
+    """
+    memo: dict[int, Any] = {}
+    _share(read_together(loaders), memo, set())
+    try:
+        return copy.deepcopy(loaders, memo)
+    except Exception:  # of any class: user code decides how a copy is made
+        return loaders
+
+
+def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
+    """Let ``copy.deepcopy`` keep datasets, batches and functions as they are."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Sequence) or (isinstance(value, Dataset) and not isinstance(value, IterableDataset)):
+        memo[id(value)] = value
+    elif isinstance(value, CombinedLoader):
+        for one in value.flattened:
+            _share(one, memo, seen)
+    elif isinstance(value, (DataLoader, Sampler)):
+        held = dict(vars(value))
+        memo[id(held.pop("_iterator", None))] = None  # it may have processes, and belongs to the user's loader
+        for name in ("collate_fn", "worker_init_fn", "_DataLoader__multiprocessing_context"):
+            memo[id(held.get(name))] = held.pop(name, None)
+        for one in held.values():
+            _share(one, memo, seen)

@@ -30,8 +30,8 @@ from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.planning.local_ranks import run_local
 from trainer_kit.planning.verify_norms import Shares
-from trainer_kit.planning.verify_recorder import Record, Recorder
-from trainer_kit.planning.verify_reference import Division, plain_loop
+from trainer_kit.planning.verify_recorder import Record, Recorder, makes_batches
+from trainer_kit.planning.verify_reference import Division, feeds_of, plain_loop
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.runs import RunFiles
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -266,15 +266,19 @@ class Runs:
 
         def one(own: Runs, rank: int) -> None:
             own._prepare_data()
-            settings, window = own.trainer.settings, own.trainer.accumulation
+            trainer, window = own.trainer, own.trainer.accumulation
+            trainer.settings = replace(trainer.settings, reproducible=True)
             loaders = find_loaders("fit", own.loaders, own.module, own.datamodule)
-            size = Feed(loaders).per_rank_batch_size
-            whole = settings.global_batch_size
-            batch = whole // window if whole is not None else None if size is None else size * division.places
+            feeds, limit = feeds_of(trainer, loaders, division)
+            size, many = feeds[0].per_rank_batch_size, 1
+            if makes_batches(feeds[0]):
+                many = division.places
+            elif size is not None:
+                whole = size * division.places * window
+                trainer.settings = replace(trainer.settings, global_batch_size=whole)
+            alone, _ = feeds_of(trainer, loaders, replace(division, places=1))
             record = Record()
-            if batch is not None:
-                feed = Feed(loaders, seed=division.seed, batch_size=batch, reproducible=True)
-                record.plan = _read(feed, self.steps * window)
+            record.plan = _read(alone[0], self.steps * window * many, limit and limit * many)
             torch.save(record, directory / "0")
 
         return self._records(one, 1, directory)[0].plan
@@ -343,13 +347,13 @@ class Runs:
         return own
 
 
-def _read(feed: Feed, batches: int) -> list[int] | None:
+def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
     found: list[int] = []
     epoch = 0
     while batches > 0:
         feed.record_indices()
         before = batches
-        for _ in islice(feed.epoch(epoch), batches):
+        for _ in islice(feed.epoch(epoch), batches if limit is None else min(batches, limit)):
             ids = feed.next_indices()
             if ids is None:
                 return None
