@@ -376,3 +376,15 @@ def test_a_module_that_is_none(given):
         Accelerator(cpu=True).prepare_model(given)
     with pytest.raises(ConfigurationError, match="this is not a path"):
         Accelerator(cpu=True).save({}, 3)
+
+
+def test_objects_that_are_passed_by_name():
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigurationError, match=r"Accelerator.prepare has no argument 'model'(.|\n)*without names"):
+        Accelerator(cpu=True).prepare(model=model)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(ConfigurationError, match=r"Fabric.setup has no argument 'model'(.|\n)*without a name"):
+        fabric.setup(model=model)
+    with pytest.raises(ConfigurationError, match=r"Fabric.setup needs module"):
+        fabric.setup()
+    assert fabric.setup(module=model).module is model

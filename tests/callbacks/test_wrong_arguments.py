@@ -34,9 +34,13 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
     ("Preemption", {"sources": "signal", "every": "often"}),
     ("PyTorchProfiler", {"row_limit": "all"}),
     ("SimpleProfiler", {"dirpath": 3}),
+    ("RichProgressBar", {"theme": 3}),
     ("SpikeDetection", {"warmup": "1"}),
     ("SpikeDetection", {"warmup": -1}),
     ("SpikeDetection", {"rtol": float("nan")}),
+    ("StochasticWeightAveraging", {"swa_lrs": None}),
+    ("StochasticWeightAveraging", {"swa_lrs": "x"}),
+    ("StochasticWeightAveraging", {"swa_lrs": [0.1, "x"]}),
     ("TQDMProgressBar", {"refresh_rate": "fast"}),
     ("ThroughputMonitor", {"batch_size_fn": 32}),
 ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar, final
+from typing import Any, Final, TypeVar, final
 from weakref import ReferenceType, ref
 
 import torch
@@ -57,6 +57,7 @@ from trainer_kit.compat.options import (
 )
 from trainer_kit.compat.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from trainer_kit.compat.refusals import refused
+from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.configuration_sources import describe_origins
 from trainer_kit.core.display import Text
 from trainer_kit.core.environment import Environment
@@ -92,6 +93,12 @@ def newest() -> Accelerator | None:
 def forget_newest(reset_partial_state: bool = False) -> None:
     """Make `newest` return None until the next Accelerator is made; a `PartialState` keeps no state to reset."""
     _NEWEST.clear()
+
+
+_UNNAMED: Final = dict.fromkeys(
+    ("model", "optimizer", "dataloader", "scheduler", "train_dataloader", "lr_scheduler"),
+    "pass objects without names: model, optimizer = accelerator.prepare(model, optimizer)",
+)
 
 
 @final
@@ -254,6 +261,7 @@ class Accelerator:
         """Leave out the watchdog: its thread belongs to this process."""
         return {**self.__dict__, "_watchdog": None}
 
+    @known_arguments(_UNNAMED)
     def prepare(self, *objects: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order, for this number of processes.
 

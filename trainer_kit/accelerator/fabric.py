@@ -21,6 +21,7 @@ from trainer_kit.checkpoint.files import torch_load
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.compat.options import FullyShardedDataParallelPlugin
+from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFiniteError
 from trainer_kit.core.location import locate
@@ -190,6 +191,7 @@ class Fabric:
 
     # -- preparing -------------------------------------------------------------------------------------------------
 
+    @known_arguments({"model": "pass it without a name: fabric.setup(model, optimizer)"})
     def setup(
         self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
     ) -> Any:

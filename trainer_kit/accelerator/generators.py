@@ -8,14 +8,14 @@ from typing import Any, Final
 
 import torch
 
-from trainer_kit.core.arguments import word_of
+from trainer_kit.core.arguments import as_list, word_of
 from trainer_kit.core.devices import deterministic_products
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state, seed_everything
 
-__all__ = ["each_epoch", "set_seed", "synchronize"]
+__all__ = ["each_epoch", "generator_kinds", "set_seed", "synchronize"]
 
 _KINDS: Final = ("torch", "cuda", "xla", "generator", "python", "numpy")
 
@@ -41,8 +41,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         torch.use_deterministic_algorithms(True)
 
 
-def _words(kinds: Iterable[Any] | None) -> list[str]:
-    words = [word_of(kind) for kind in kinds or ()]
+def generator_kinds(kinds: Iterable[Any] | None) -> list[str]:
+    """Return ``rng_types`` as a list of words.
+
+    Raises:
+        ConfigurationError: a kind is unknown.
+    """
+    words = [word_of(kind) for kind in as_list(kinds)]
     for word in words:
         if word not in _KINDS:
             raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))
@@ -54,7 +59,7 @@ def each_epoch(world: Group, kinds: Iterable[Any] | None, device: torch.device) 
 
     "generator" is the one of the data order, which is the same on all processes without an exchange.
     """
-    words = [word for word in _words(kinds) if word != "generator"]
+    words = [word for word in generator_kinds(kinds) if word != "generator"]
     return partial(synchronize, world, words, None, device) if words and world.size > 1 else None
 
 
@@ -72,7 +77,7 @@ def synchronize(
     Raises:
         ConfigurationError: a kind is unknown.
     """
-    words = _words(kinds)
+    words = generator_kinds(kinds)
     mine = rng_state(device)
     wanted = {"device" if word in ("cuda", "xla") else word for word in words}
     theirs = world.broadcast({key: value for key, value in mine.items() if key in wanted})

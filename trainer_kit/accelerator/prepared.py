@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.accumulation import Accumulation
-from trainer_kit.accelerator.generators import each_epoch
+from trainer_kit.accelerator.generators import each_epoch, generator_kinds
 from trainer_kit.accelerator.loader import PreparedLoader, prepare_loader
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.processes import Processes
@@ -96,7 +96,7 @@ class Prepared:
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.scheduler_steps_per_process = scheduler_steps_per_process
         self.data_seed = data_seed
-        self._rng_types = rng_types
+        self._rng_types = generator_kinds(rng_types)
         self._processes = processes
         self._strategy = strategy
         self._precision = precision

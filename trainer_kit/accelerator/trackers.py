@@ -20,6 +20,7 @@ from trainer_kit.core.arguments import word_of
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
@@ -294,6 +295,13 @@ class Trackers:
     """
 
     def __init__(self, log_with: list[Any], processes: Processes, project: ProjectConfiguration) -> None:
+        for one in log_with:
+            if not isinstance(one, (str, GeneralTracker, Logger)):
+                raise ConfigurationError(
+                    "log_with= takes names of trackers, trackers and loggers",
+                    found=repr(one),
+                    fix='pass log_with="tensorboard", or an object with log_metrics(metrics, step)',
+                )
         self.log_with = log_with
         self.started: list[Any] = []
         self.continues = False

@@ -11,6 +11,7 @@ from typing import Any, TextIO, final
 
 from trainer_kit.callbacks.model_summary import ModelSummary, ModelSummaryTable
 from trainer_kit.callbacks.progress_bar import Line, PlainLine, ProgressBar, View, shown_values
+from trainer_kit.core.arguments import check_type
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.protocols import TrainerLike
 
@@ -84,6 +85,7 @@ class RichProgressBar(ProgressBar):
         _require_rich(type(self).__name__)
         if refresh_rate < 0:
             raise ConfigurationError("a progress bar counts batches from zero up", found=f"refresh_rate={refresh_rate}")
+        check_type("RichProgressBar", "theme", theme, RichProgressBarTheme | None, "RichProgressBarTheme | None")
         super().__init__()
         self.refresh_rate, self.leave, self.theme = refresh_rate, leave, theme or RichProgressBarTheme()
         self._console_kwargs = dict(console_kwargs or {})

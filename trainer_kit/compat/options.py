@@ -576,8 +576,8 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     for name in _SWITCHES:
         if (value := given[name]) is not None and value not in (True, False):
             raise ConfigurationError(f"{name} is True or False", found=f"{name}={value!r}")
-    if not isinstance(given["seed"], Integral | None):
-        raise ConfigurationError("seed is a whole number", found=f"seed={given['seed']!r}")
+    if not isinstance(given["seed"], Integral | None) or (given["seed"] or 0) < 0:
+        raise ConfigurationError("seed must be a whole number from 0", found=f"seed={given['seed']!r}")
 
 
 _RECORDS: Final = {

@@ -28,6 +28,7 @@ __all__ = [
     "positive",
     "refuse_unknown",
     "typed_arguments",
+    "with_typed_arguments",
     "word_of",
 ]
 
@@ -73,8 +74,8 @@ def check_fields(record: Any) -> None:
 def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_Taken, _Returned]:
     """Return ``make``, an ``__init__``, that first compares its arguments with their annotations, as `check_fields`.
 
-    Only numbers, strings, functions and paths are compared. The constructor itself answers a word that it does not
-    know, and every other class.
+    Only numbers, strings, functions, paths, and sequences and mappings of them are compared. The constructor itself
+    answers a word that it does not know, and every other class.
 
     Args:
         owner: the name of the class, for the message.
@@ -93,6 +94,13 @@ def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_
         return make(*args, **kwargs)
 
     return checked
+
+
+def with_typed_arguments(cls: type) -> None:
+    """Replace the constructor that a class of this library defines by `typed_arguments` of it."""
+    if cls.__module__.startswith("trainer_kit.") and "__init__" in vars(cls):
+        made: Any = cls
+        made.__init__ = typed_arguments(cls.__name__, made.__init__)
 
 
 def check_type(owner: str, name: str, value: Any, kind: Any, text: str = "") -> None:
@@ -127,6 +135,8 @@ def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
 def _is_plain(kind: Any) -> bool:
     if get_origin(kind) in (Union, types.UnionType):
         return all(map(_is_plain, get_args(kind)))
+    if get_origin(kind) in (collections.abc.Sequence, collections.abc.Mapping):
+        return all(part is Any or _is_plain(part) for part in get_args(kind))
     if kind in (int, float, bool, str, Path, types.NoneType):
         return True
     return get_origin(kind) in (collections.abc.Callable, os.PathLike)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from trainer_kit.core.arguments import typed_arguments
+from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.signatures import check_names
 from trainer_kit.core.tensors import move_to_device
@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 # lightning-utilities raises an error when a user's function runs under `rank_zero_only` before the rank is known; a
 # started strategy sets the real rank.
 if getattr(rank_zero_only, "rank", None) is None:
-    rank_zero_only.rank = int(os.environ.get("RANK", "0") or 0)  # type: ignore[attr-defined]
+    _rank = os.environ.get("RANK", "")
+    # `Environment.detect` refuses a rank that is not a number; an import does not.
+    rank_zero_only.rank = int(_rank) if _rank.isdecimal() else 0  # type: ignore[attr-defined]
 
 __all__ = ["Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes", "restore_modes"]
 
@@ -64,9 +66,7 @@ class Callback:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         check_names(cls, Callback)
-        if cls.__module__.startswith("trainer_kit.") and "__init__" in vars(cls):
-            made: Any = cls
-            made.__init__ = typed_arguments(cls.__name__, made.__init__)
+        with_typed_arguments(cls)
 
     @property
     def state_key(self) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Final, TypeVar, final
 
+from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.atomic_files import discard_torn, replace_file
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.display import mask_secrets
@@ -203,6 +204,10 @@ class DirectoryLogger(ABC):
         "_scan_checkpoints": "define after_save_checkpoint(path)",
     }
     """Methods that Lightning's loggers call: by name, the replacement."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        with_typed_arguments(cls)
 
     def __init__(
         self,

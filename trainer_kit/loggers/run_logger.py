@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
+from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
@@ -58,6 +59,10 @@ class RunLogger(ABC):
 
     writes_alone: Final = True
     _idle: ClassVar[dict[type, RunLogger]] = {}  # by class, the logger whose run is open between two entry points
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        with_typed_arguments(cls)
 
     def __init__(
         self,

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Final, Literal, final
 
 import torch
 
+from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
@@ -309,3 +310,6 @@ class WandbLogger:
         else:
             artifact.add_file(str(path))
         run.log_artifact(artifact, aliases=["latest"])
+
+
+with_typed_arguments(WandbLogger)  # it has no base class that would do this

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from trainer_kit.core.arguments import with_typed_arguments
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan
@@ -64,6 +65,10 @@ class Strategy(ABC):
         **dict.fromkeys(("reduce", "all_gather", "process_dataloader", "setup_optimizers"), "write a callback instead"),
     }
     """Methods of Lightning's strategies that a subclass of a shipped one cannot override: by name, the way out."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        with_typed_arguments(cls)
 
     # -- what it is ----------------------------------------------------------------------------------------------
 
