@@ -182,7 +182,8 @@ class _Verifier:
     def run(self, validates: bool) -> None:
         """Make all comparisons."""
         chosen = self.runs.chosen(reseeds=_RESEEDS)
-        division = Division(chosen[0].places, chosen[0].seed, _RESEEDS, chosen[0].own_buffers, len(chosen))
+        first, world = chosen[0], len(chosen)
+        division = Division(first.places, first.seed, _RESEEDS, first.own_buffers, world, tuple(first.synced))
         exact = self._exact(division)
         single = self.runs.plain(make_precision("32-true"), division)
         name = self.trainer.precision_plugin.name

@@ -31,6 +31,7 @@ class Turns:
 
     Args:
         ranks: how many.
+        what: each calls equally often, in words.
 
     Example:
         >>> turns, found = Turns(2), []
@@ -43,8 +44,8 @@ class Turns:
         ['0 begins', '1 begins', 'all are here', '0 ends', '1 ends']
     """
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: int, what: str = "manual_backward") -> None:
+        self.ranks, self.what = ranks, what
         self._changed = threading.Condition()
         self._turn = 0
         self._random: list[dict[str, Any]] = []
@@ -71,7 +72,7 @@ class Turns:
         """Wait until every rank is here; the last one calls ``act``."""
         self._met[rank] += 1
         if any(self._met[ended] < self._met[rank] for ended in self._ended):
-            raise _uneven()
+            raise _uneven(self.what)
         if rank == self.ranks - 1:
             act()
         self._pass(rank)
@@ -82,7 +83,7 @@ class Turns:
             self._wait(rank)
             work(rank)
             if max(self._met) > self._met[rank]:
-                raise _uneven()
+                raise _uneven(self.what)
         except _StoppedError:
             pass
         except BaseException as error:
@@ -106,9 +107,9 @@ class Turns:
             self._changed.notify_all()
 
 
-def _uneven() -> ConfigurationError:
+def _uneven(what: str) -> ConfigurationError:
     return ConfigurationError(
-        "training_step does not call manual_backward equally often on each rank",
+        f"training_step does not call {what} equally often on each rank",
         fix="decide by batch_idx or global_step, which are equal on all ranks, and not by values of a batch",
     )
 

@@ -1,16 +1,26 @@
-"""Batch norms in a process that trains on the batches of several ranks as one: each rank's rows by themselves."""
+"""Batch norms in a process that trains on the batches of several ranks: by rank, or of all ranks together."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-__all__ = ["DividedNorms", "Shares", "batch_norms", "canonical", "rows_of_shares"]
+__all__ = [
+    "DividedNorms",
+    "Shares",
+    "batch_norms",
+    "canonical",
+    "join_norms",
+    "joined",
+    "rows_of_shares",
+    "synced_norms",
+]
 
 _WRAPPERS: Final = frozenset({"_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod"})
 
@@ -29,14 +39,57 @@ def canonical(name: str) -> str:
 
 
 def batch_norms(module: nn.Module) -> list[str]:
-    """The names of the batch norms that normalise with the statistics of the batch.
+    """The names of the batch norms that normalise with the statistics of a rank's batch.
 
     Example:
         >>> batch_norms(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval()))
         ['1']
     """
+    return [name for name, part in _norms(module) if not isinstance(part, nn.SyncBatchNorm)]
+
+
+def synced_norms(module: nn.Module) -> list[str]:
+    """The names of the batch norms that normalise with the statistics of all ranks.
+
+    Example:
+        >>> synced_norms(nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.SyncBatchNorm(2).eval()))
+        ['1']
+    """
+    return [name for name, part in _norms(module) if isinstance(part, nn.SyncBatchNorm) and part.training]
+
+
+def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
     found = [(canonical(name), part) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
-    return [name for name, part in found if part.training or not part.track_running_stats]
+    return [(name, part) for name, part in found if part.training or not part.track_running_stats]
+
+
+_Forward = Callable[[Tensor], Tensor]
+
+
+def join_norms(module: nn.Module, names: Collection[str], meet: Callable[[Tensor, _Forward], Tensor]) -> None:
+    """Let batch norms call ``meet`` with their input and their forward; ``meet`` returns their output."""
+    for name, part in module.named_modules():
+        if canonical(name) in names:
+            vars(part)["forward"] = partial(_met, meet, part.forward)
+
+
+def _met(meet: Callable[[Tensor, _Forward], Tensor], forward: _Forward, value: Tensor) -> Tensor:
+    return meet(value, forward)
+
+
+def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
+    """The outputs of a batch norm for several inputs, which it normalises together; their lengths may differ.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(1, affine=False)
+        >>> [one.shape for one in joined([torch.zeros(2, 1, 3), torch.ones(1, 1, 5)], norm)]
+        [torch.Size([2, 1, 3]), torch.Size([1, 1, 5])]
+    """
+    last = [value.movedim(1, -1) for value in values]
+    rows = torch.cat([value.flatten(0, -2) for value in last])
+    outputs = forward(rows.reshape(*rows.shape, *[1] * (values[0].ndim - 2))).flatten(1)
+    parts = torch.split(outputs, [value.shape[:-1].numel() for value in last])
+    return [part.reshape(value.shape).movedim(-1, 1) for part, value in zip(parts, last, strict=True)]
 
 
 def rows_of_shares(ids: Sequence[int], shares: Sequence[Sequence[int]]) -> list[Tensor] | None:
@@ -69,7 +122,7 @@ class DividedNorms:
     def __init__(self, module: nn.Module, rows: Callable[[], list[Tensor] | None]) -> None:
         self.rows, self.whole = rows, set[str]()
         for name, part in module.named_modules():
-            if isinstance(part, _BatchNorm):
+            if isinstance(part, _BatchNorm) and not isinstance(part, nn.SyncBatchNorm):
                 # No hook of torch calls a forward several times.
                 vars(part)["forward"] = self._divided(canonical(name), part.forward)
 

@@ -21,7 +21,7 @@ from trainer_kit.core.states import names_validation
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import Feed
 from trainer_kit.data.order import derive_seed
-from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares
+from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares, synced_norms
 from trainer_kit.planning.verify_operations import trace
 from trainer_kit.step.optimizers import LRSchedulerConfig
 from trainer_kit.training.session import Session
@@ -52,6 +52,8 @@ class Watched:
     outputs: dict[_Key, Tensor] = field(default_factory=dict)
     flows: dict[_Key, Tensor] = field(default_factory=dict)
     """Gradients of the outputs."""
+    calls: Counter[str] = field(default_factory=Counter)
+    """How often each module was called."""
 
 
 @dataclass
@@ -90,6 +92,7 @@ class Record:
         even: whether each place has a batch in every micro-batch, every window is complete, and no epoch ends.
         plan: the dataset's indices in the order of one process.
         norms: the names of batch norms that normalise with the statistics of a rank's batch.
+        synced: the names of those that normalise with the statistics of all ranks.
         waiting: the schedulers that wait for a validation, in words.
         whole: of those, the ones that could not be divided by the ``shares`` of a `Recorder`.
     """
@@ -106,6 +109,7 @@ class Record:
         self.tied: list[tuple[str, ...]] = []
         self.plan: list[int] | None = None
         self.norms: list[str] = []
+        self.synced: list[str] = []
         self.waiting: list[str] = []
         self.whole: set[str] = set()
 
@@ -161,14 +165,13 @@ def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") 
         traced: the name of a module whose operations are recorded.
     """
 
-    def forward(name: str, counts: Counter[str], part: nn.Module, inputs: object, output: object) -> None:
+    def forward(name: str, part: nn.Module, inputs: object, output: object) -> None:
         micro = now()
         watched = None if micro is None else micro.watched
         if watched is None or torch._C._current_graph_task_id() != -1:  # in backward, a checkpoint computes again
             return
-        if not watched.outputs:
-            counts.clear()
-        call, counts[name] = counts[name], counts[name] + 1
+        call = watched.calls[name]
+        watched.calls[name] += 1
         for place, value in enumerate(tensors_of(output)):
             key = (name, call, place)
             if not value.is_floating_point() or key in watched.outputs:
@@ -184,10 +187,9 @@ def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") 
         micro = now()
         return None if micro is None or micro.watched is None else micro.operations
 
-    counts: Counter[str] = Counter()
     for name, part in module.named_modules():
         if name:
-            yield part.register_forward_hook(partial(forward, canonical(name), counts))
+            yield part.register_forward_hook(partial(forward, canonical(name)))
         if traced and canonical(name) == traced:
             yield from trace(part, lines)
 
@@ -238,7 +240,7 @@ class Recorder(Callback):
         schedule = trainer.run.schedule
         schedule.max_epochs = schedule.max_duration = None
         schedule.max_steps, schedule.min_epochs, schedule.min_steps = self.steps, 0, 0
-        record.norms, record.waiting = batch_norms(module), []
+        record.norms, record.synced, record.waiting = batch_norms(module), synced_norms(module), []
         if module.automatic_optimization:
             record.waiting = without_validation(trainer.lr_scheduler_configs)
         if self.shares is not None:

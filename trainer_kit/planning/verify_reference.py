@@ -28,7 +28,7 @@ from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import EMPTY, CombinedLoader, Feed, read_together
 from trainer_kit.planning.verify_compare import same_bits
 from trainer_kit.planning.verify_manual import PlainOptimizer, Turns, add_gradients, copied
-from trainer_kit.planning.verify_norms import canonical
+from trainer_kit.planning.verify_norms import canonical, join_norms, joined
 from trainer_kit.planning.verify_recorder import (
     Micro,
     Record,
@@ -69,6 +69,7 @@ class Division:
         reseeds: of random layers.
         own_buffers: whether no rank sends its buffers.
         world: all ranks.
+        synced: the names of batch norms that normalise the samples of all ranks together.
     """
 
     places: int
@@ -76,6 +77,7 @@ class Division:
     reseeds: int
     own_buffers: bool = False
     world: int = 1
+    synced: tuple[str, ...] = ()
 
 
 @final
@@ -265,8 +267,24 @@ class _Plain:
         self.earlier: dict[int, list[Tensor | None]] = {}
         self.losses: list[Tensor] = []
         self.own_weight = is_overridden("loss_weight", module, TrainModule)
+        self.turns: Turns | None = None
+        self.place, self.inputs, self.outputs = 0, list[Tensor](), list[Tensor]()
+        self.scaled: list[list[tuple[list[nn.Parameter] | None, Tensor]]] = []
+        self.joins = bool(division.synced) and division.places > 1
+        if self.joins:
+            self.join()
         for rank in self.ranks if watched else ():
             list(watch(rank.module, rank.running, traced))
+
+    def join(self) -> None:
+        """Let batch norms normalise the samples of all ranks together."""
+        if not self.automatic:
+            raise ConfigurationError(
+                "verify cannot compare manual optimization with batch norms that normalise the samples of all ranks",
+                found=f"SyncBatchNorm: {self.division.synced[0]}",
+                fix="verify with devices=1, or without sync_batchnorm",
+            )
+        join_norms(self.module, self.division.synced, self.meet)
 
     def hook(self, name: str, *arguments: Any) -> None:
         """Call a hook of each rank's module."""
@@ -310,7 +328,7 @@ class _Plain:
         logs: dict[str, tuple[float, float]] = {}
         now: dict[str, float] = {}
         for index, (row, shares) in enumerate(zip(rows, weights, strict=True)):
-            run = self.automatically if self.automatic else self.manually
+            run = self.manually if not self.automatic else self.jointly if self.joins else self.automatically
             ended, found = run(row, (step, index), [weight / total for weight in shares])
             logs = {}
             for name, value, weight in found:
@@ -393,6 +411,50 @@ class _Plain:
             logged += [(name, *found[-1]) for name, found in self.first.loop.metrics.found.items()]
         return ended, logged
 
+    def jointly(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+        """As `automatically`, but ranks wait for each other in batch norms, and one backward follows for all."""
+        places = [place for place, (batch, _, _) in enumerate(row) if batch is not EMPTY]
+        self.turns, self.scaled = Turns(len(places), "its SyncBatchNorm layers"), []
+        ended: list[_Ended] = []
+        logged: list[tuple[str, float, float]] = []
+
+        def work(turn: int) -> None:
+            self.place = place = places[turn]
+            batch, _, ids = row[place]
+            self.load_buffers(self.buffers[place])
+            ended.append(self.micro(self.first, batch, ids, (*at, place), shares[place]))
+            self.buffers[place] = self.read_buffers()
+            logged.extend((name, *found[-1]) for name, found in self.first.loop.metrics.found.items())
+
+        self.turns.run(work)
+        self.turns = None
+        for parts in zip(*self.scaled, strict=True):
+            total = torch.stack([loss for _, loss in parts]).sum()
+            self.hook("on_before_backward", total)
+            self.backward(total, parts[0][0])
+            self.hook("on_after_backward")
+        return ended, logged
+
+    def meet(self, value: Tensor, forward: Callable[[Tensor], Tensor]) -> Tensor:
+        """The output of a batch norm for one rank: waits for the inputs of all ranks, which are normalised together."""
+        if self.turns is None:
+            return forward(value)
+        place, micro, logs = self.place, self.first.now, self.first.loop.metrics
+        weight, found = logs.weight, logs.found
+        self.buffers[place] = self.read_buffers()
+        turn = len(self.inputs)
+        self.inputs.append(value)
+
+        def act() -> None:
+            with self.equal_buffers():
+                self.outputs, self.inputs = joined(self.inputs, forward), []
+
+        self.turns.meet(turn, act)
+        self.place, self.first.now = place, micro
+        logs.weight, logs.found = weight, found
+        self.load_buffers(self.buffers[place])
+        return self.outputs[turn]
+
     def manually(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
         """Each rank's ``training_step``: its ``manual_backward`` waits for those of the others."""
         ended: dict[int, _Ended] = {}
@@ -429,11 +491,14 @@ class _Plain:
         self.record.draws = self.record.draws or not torch.equal(before, torch.get_rng_state())
         if output is not None:
             now.loss = losses_of(output)
-            for loss in self.parts(output) if self.automatic else ():
-                scaled = loss[1] * share
-                self.losses.append(scaled.detach())
+            parts = [(parameters, loss * share) for parameters, loss in self.parts(output)] if self.automatic else []
+            self.losses += [scaled.detach() for _, scaled in parts]
+            if self.joins:
+                self.scaled.append(parts)
+                parts = []
+            for parameters, scaled in parts:
                 self.hook("on_before_backward", scaled)
-                self.backward(scaled, loss[0])
+                self.backward(scaled, parameters)
                 self.hook("on_after_backward")
             if not isinstance(output, dict):
                 output = {"loss": output.detach()}
@@ -497,10 +562,9 @@ class _Plain:
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Give the module a rank's buffers."""
-        with torch.no_grad():
-            for name, buffer in self.module.named_buffers():
-                if name in values and values[name].shape == buffer.shape:
-                    buffer.copy_(values[name])
+        for name, buffer in self.module.named_buffers():
+            if name in values and values[name].shape == buffer.shape:
+                buffer.data.copy_(values[name])  # also after a forward: backward uses no running statistics
 
     @contextmanager
     def equal_buffers(self) -> Iterator[None]:
