@@ -116,7 +116,7 @@ def test_a_rank_that_was_slow_once_is_measured_again_and_not_named() -> None:
             measured.append(10.0 if group.rank == 1 and not measured else 100.0 - len(measured))
             return {"GEMM": measured[-1]}, {}
 
-        monkeypatch.setattr(surveys, "local_speeds", speeds)
+        monkeypatch.setattr(surveys, "_local_speeds", speeds)
         monkeypatch.setattr(surveys, "group_speeds", lambda group, device: ({}, {}))
         made = survey(group, CPU, None)
         assert len(measured) == 2

@@ -130,7 +130,7 @@ def test_weights_that_were_quantised_in_another_way_are_refused(tmp_path: Path) 
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
     trainer("nf4", callbacks=[saving], **quiet).fit(Net(), batches())
     for mode in ("fp4", "nf4-dq", "int8"):
-        told = rf"found: first.base.weight: 'nf4', and this module has '{mode}'\n  fix: +precision='nf4'"
+        told = rf"found: first.base.weight: 'nf4', and this module has '{mode}'\n  fix: +use precision='nf4'"
         with pytest.raises(PrecisionError, match=told):
             trainer(mode).fit(Net(), batches(), ckpt_path=tmp_path / "step-00000003")
         with pytest.raises(PrecisionError, match=told):

@@ -18,8 +18,6 @@ from trainer_kit.strategies.process_group import join_world
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from typing_extensions import Self
-
 __all__ = ["CollectibleGroup", "Collective", "RedOpType", "ReduceOp", "TorchCollective"]
 
 CollectibleGroup: TypeAlias = dist.ProcessGroup
@@ -71,7 +69,9 @@ class TorchCollective(Collective):
 
     # -- groups --------------------------------------------------------------------------------------------------
 
-    def setup(self, main_address: str | None = None, main_port: str | int | None = None, **options: Any) -> Self:
+    def setup(
+        self, main_address: str | None = None, main_port: str | int | None = None, **options: Any
+    ) -> TorchCollective:
         """Join the world, unless this process has joined it already.
 
         Args:
@@ -85,7 +85,7 @@ class TorchCollective(Collective):
             TorchCollective.manages_default_group = True
         return self
 
-    def create_group(self, **options: Any) -> Self:
+    def create_group(self, **options: Any) -> TorchCollective:
         """Make the group of this object; every process of the world makes this call.
 
         Args:
@@ -99,7 +99,7 @@ class TorchCollective(Collective):
         self._group = self.new_group(**options)
         return self
 
-    def teardown(self) -> Self:
+    def teardown(self) -> TorchCollective:
         """Leave the group of this object."""
         self.destroy_group(self.group)
         self._group = None
