@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from tests.planning import verified
 from trainer_kit.strategies import DDPStrategy
 
 pytestmark = pytest.mark.slow
+_SECOND = partial(pytest.param, marks=pytest.mark.long)
 
 
 def verify(module, loader=None, val=None, steps=4, **options):
@@ -147,7 +150,7 @@ def test_two_runs_that_differ():
     assert "repeat" in kinds
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("strategy", ["ddp", _SECOND("fsdp")])
 def test_batch_norms_of_a_residual_network_are_a_note(strategy):
     found = verify(verified.SmallResNet(), strategy=strategy, max_epochs=30, steps=2)
     assert found.ok, str(found)
@@ -172,6 +175,7 @@ def test_an_output_that_depends_on_the_other_samples():
     assert found.first.text == "the output for a sample depends on the other samples of its batch"
 
 
+@pytest.mark.long
 def test_a_loss_over_pairs_of_samples():
     found = verify(verified.Pairs(), steps=2)
     assert [(each.kind, each.where) for each in found.findings] == [("layout", "")]
@@ -179,6 +183,7 @@ def test_a_loss_over_pairs_of_samples():
     assert found.first.hint.startswith("a loss over pairs of samples needs those of all ranks")
 
 
+@pytest.mark.long
 def test_a_mean_over_tokens_needs_their_number():
     found = verify(verified.IgnoredTokens(), verified.masked(), steps=2)
     assert [(each.kind, each.where) for each in found.findings] == [("layout", "")]
@@ -215,7 +220,7 @@ def test_a_module_that_does_not_run_in_float64():
         verify(verified.Casting(), steps=2)
 
 
-@pytest.mark.parametrize(("devices", "strategy"), [(1, "auto"), (2, "ddp"), (2, "fsdp")])
+@pytest.mark.parametrize(("devices", "strategy"), [_SECOND(1, "auto"), (2, "ddp"), _SECOND(2, "fsdp")])
 def test_two_networks_with_manual_optimization(devices, strategy):
     """Manual optimization could not be checked."""
     found = verify(verified.GAN(), devices=devices, strategy=strategy, steps=3)
@@ -229,7 +234,7 @@ def test_gradients_that_are_not_exchanged_in_manual_optimization():
         verify(verified.LocalGAN(), steps=2)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [_SECOND(1), 2])
 def test_a_module_with_its_own_steps_of_optimizers(devices):
     """These overrides could not be checked, and `trainer.world_size` was 1 in the plain loop of two ranks."""
     found = verify(verified.Overrides(), devices=devices, strategy="auto", steps=3)
@@ -240,7 +245,7 @@ def test_a_module_with_its_own_steps_of_optimizers(devices):
         assert (world.status, "depends on the number of ranks" in world.text) == ("note", True)
 
 
-@pytest.mark.parametrize(("interval", "size"), [("step", 64), ("epoch", 16)])
+@pytest.mark.parametrize(("interval", "size"), [("step", 64), _SECOND("epoch", 16)])
 def test_a_scheduler_that_monitors_the_loss(interval, size):
     class Watching(verified.Plateau):
         pass
@@ -251,6 +256,7 @@ def test_a_scheduler_that_monitors_the_loss(interval, size):
     assert status(found)["training"] == "ok"
 
 
+@pytest.mark.long
 def test_a_scheduler_that_monitors_validation_does_not_advance():
     found = verify(verified.PlateauOfValidation(), verified.loader(16), verified.loader(8), steps=4)
     assert found.ok, str(found)
@@ -258,7 +264,7 @@ def test_a_scheduler_that_monitors_validation_does_not_advance():
     assert note.text == "ReduceLROnPlateau monitors 'val_loss': without validation it does not advance"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", _SECOND("fsdp")])
 def test_buffers_that_change_with_each_forward(strategy):
     """The plain loop changed them once for each rank: a false alarm for spectral norms."""
     found = verify(verified.Spectral(), strategy=strategy, accumulate_grad_batches=2, steps=2)
