@@ -116,7 +116,8 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
         [2, 'aaa']
     """
     beside: list[tuple[Any, Connection[Any, Any]]] = []
-    if usable_cores() > 1 and "fork" in multiprocessing.get_all_start_methods() and _device_in_use() is None:
+    possible = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+    if possible and usable_cores() > 1 and _device_in_use() is None:
         with no_garbage_in_forks(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
             context = multiprocessing.get_context("fork")
@@ -131,7 +132,7 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
         for function, (_, reader) in zip(functions[1:], beside, strict=False):
             try:
                 results.append(pickle.loads(reader.recv_bytes()))
-            except (EOFError, OSError):  # it failed there
+            except Exception:  # it failed there, or its result cannot be read here
                 results.append(function())
         return results + [function() for function in functions[1 + len(beside) :]]
     finally:
