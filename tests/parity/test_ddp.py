@@ -237,16 +237,16 @@ def test_powersgd_of_several_buckets_does_not_hang() -> None:
 @pytest.mark.world_size(2)
 def test_batched_powersgd_is_exact_for_gradients_of_low_rank() -> None:
     # One sample on each of two ranks: the gradient has rank 2, and three columns hold it.
-    net, rank = nn.Linear(30, 30, bias=False), dist.get_rank()
+    net, rank = nn.Linear(30, 30, bias=False, dtype=torch.float64), dist.get_rank()
     wrapped = nn.parallel.DistributedDataParallel(net)
     state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2)
     register_comm_hook(wrapped, "batched_powersgd", state)
     for step in range(5):
-        samples = torch.randn(2, 30, generator=torch.Generator().manual_seed(step))
+        samples = torch.randn(2, 30, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         net.zero_grad()
         wrapped(samples[rank]).square().sum().backward()
         (expected,) = torch.autograd.grad(nn.functional.linear(samples, net.weight).square().sum() / 2, net.weight)
-        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(net.weight.grad, expected, rtol=1e-9, atol=1e-9)
     assert state.total_numel_after_compression < state.total_numel_before_compression == 3 * 900
 
 
