@@ -75,6 +75,15 @@ def report_of(text: str, tmp_path: Path, name: str = "code.py") -> list[str]:
     return [line.partition(f"{name}:")[2] or line.strip() for line in found]
 
 
+def migrated(text: str, tmp_path: Path) -> str:
+    """A file's text after ``--write``, which finds nothing more to rewrite or to report."""
+    file = tmp_path / "code.py"
+    file.write_text(text)
+    call(file, "--write")
+    assert call(file, "--check")[0] == 0
+    return file.read_text()
+
+
 @pytest.mark.slow
 def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
@@ -351,6 +360,58 @@ average = loss / gradient_accumulation_steps
     lines = [line.partition(":")[0] for line in found if line[0].isdigit()]
     assert lines == (["4", "5"] if package == "accelerate" else [])
     assert package == "torch" or "weight=tokens of the batch" in "\n".join(found)
+
+
+def test_scripts_keep_the_division_of_accelerate(tmp_path: Path) -> None:
+    text = """\
+import accelerate
+from accelerate import Accelerator as Own
+from accelerate.accelerator import GradientAccumulationPlugin
+def main(args, plugin):
+    Own(cpu=True, gradient_accumulation_steps=args.steps)
+    accelerate.Accelerator(
+        gradient_accumulation_steps=4,  # windows
+    )
+    Own(gradient_accumulation_plugin=GradientAccumulationPlugin(2))
+    GradientAccumulationPlugin(
+        num_steps=2,
+        sync_each_batch=True
+    )
+    Own(gradient_accumulation_steps=1)
+    Own(gradient_accumulation_plugin=plugin)
+    loss = loss * gradient_accumulation_steps
+def other(Own):
+    Own(gradient_accumulation_steps=2)
+"""
+    found = [line for line in report_of(text, tmp_path) if not line.startswith("fix")]
+    assert [line.partition(":")[0] for line in found] == ["5", "6", "9", "10"]
+    assert all("keeps Accelerate's division" in line for line in found)
+    assert migrated(text, tmp_path).splitlines()[3:-2] == [
+        "def main(args, plugin):",
+        "    Own(cpu=True, gradient_accumulation_plugin="
+        "GradientAccumulationPlugin(num_steps=args.steps, fixed_divisor=True))",
+        "    trainer_kit.Accelerator(",
+        "        gradient_accumulation_plugin="
+        "trainer_kit.GradientAccumulationPlugin(num_steps=4, fixed_divisor=True),  # windows",
+        "    )",
+        "    Own(gradient_accumulation_plugin=GradientAccumulationPlugin(2, fixed_divisor=True))",
+        "    GradientAccumulationPlugin(",
+        "        num_steps=2,",
+        "        sync_each_batch=True,",
+        "        fixed_divisor=True",
+        "    )",
+        "    Own(gradient_accumulation_steps=1)",
+        "    Own(gradient_accumulation_plugin=plugin)",
+        "    loss = loss * gradient_accumulation_steps",
+    ]
+
+
+def test_the_plugin_is_imported_once(tmp_path: Path) -> None:
+    text = "from accelerate import Accelerator\nAccelerator(gradient_accumulation_steps=2)\n"
+    assert migrated(text, tmp_path) == (
+        "from trainer_kit import GradientAccumulationPlugin, Accelerator\n"
+        "Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, fixed_divisor=True))\n"
+    )
 
 
 def test_objects_made_in_one_method_are_known_in_the_others(tmp_path: Path) -> None:

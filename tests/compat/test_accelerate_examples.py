@@ -239,16 +239,21 @@ if __name__ == "__main__":
 '''
 
 
-def ended(programs: Any, place: Path, moved: bool, count: int, *words: str) -> dict[str, dict[str, torch.Tensor]]:
-    """The end weights of each function of the program, before or after the move."""
+def ended(
+    programs: Any, place: Path, moved: bool, count: int, *words: str, own: bool = False
+) -> dict[str, dict[str, torch.Tensor]]:
+    """The end weights of each function of the program, before or after the move; with our own rule for windows."""
     place.mkdir()
     os.chdir(place)  # programs write here; the test's `monkeypatch` goes back
     script = place / "program.py"
     script.write_text(PROGRAM, "utf-8")
     if moved:
         result = CliRunner().invoke(main, ["migrate", str(script), "--write"])
-        assert "0 findings" in result.output
-        assert "accelerate" not in script.read_text("utf-8")
+        assert result.output.count("keeps Accelerate's division") == 3
+        assert "3 findings" in result.output
+        text = script.read_text("utf-8")
+        assert "accelerate" not in text
+        script.write_text(text.replace(", fixed_divisor=True", "") if own else text, "utf-8")
     given = (script, str(place / "end.pt"), *words)
     runs = programs.run_ranks(count, *given, timeout=200) if count > 1 else [programs.run(*given, timeout=200)]
     for one in runs:
@@ -269,7 +274,7 @@ def test_a_moved_script_trains_to_the_weights_of_accelerate(
 
 
 @pytest.mark.parametrize("samples", [20, 14])
-def test_the_last_window_is_a_mean_over_its_samples(
+def test_the_last_window_is_that_of_accelerate_or_a_mean_over_its_samples(
     samples: int, programs: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """20 samples: the last window has one batch. 14: the last of its two batches has two samples of four."""
@@ -291,7 +296,8 @@ def test_the_last_window_is_a_mean_over_its_samples(
             optimizer.zero_grad()
         return model
 
-    for moved in (False, True):
-        weights = ended(programs, tmp_path / str(moved), moved, 1, str(samples))["short_windows"]
-        torch.testing.assert_close(weights, dict(plain(moved).state_dict()), rtol=0, atol=1e-7)
-        assert not torch.allclose(weights["weight"], plain(not moved).weight, rtol=0, atol=1e-5)
+    for moved, own in ((False, False), (True, False), (True, True)):
+        place = tmp_path / f"{moved} {own}"
+        weights = ended(programs, place, moved, 1, str(samples), own=own)["short_windows"]
+        torch.testing.assert_close(weights, dict(plain(own).state_dict()), rtol=0, atol=1e-7)
+        assert not torch.allclose(weights["weight"], plain(not own).weight, rtol=0, atol=1e-5)

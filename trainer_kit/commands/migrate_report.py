@@ -30,6 +30,7 @@ from trainer_kit.commands.migrate_names import (
     visible_names,
 )
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
+from trainer_kit.compat.options import GradientAccumulationPlugin
 from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import TrainerKitError, did_you_mean
@@ -242,6 +243,16 @@ _STEPS_IN_LOSS: Final = Answer(
     "gradient_accumulation_steps in a loss cancels the divisor of Accelerate; a short last window has another one here",
     "backward(sum of the losses, weight=tokens of the batch), or GradientAccumulationPlugin(fixed_divisor=True)",
 )
+_KEPT_DIVISOR: Final = Answer(
+    "weights",
+    "fixed_divisor=True keeps Accelerate's division: a short last window is divided by the number of steps",
+    "take it out for the mean over the samples of every step",
+)
+_OWN_DIVISOR: Final = Answer(
+    "weights",
+    "a short last window is averaged over what it has; Accelerate divides it by the number of steps",
+    "gradient_accumulation_plugin with GradientAccumulationPlugin(fixed_divisor=True), for Accelerate's results",
+)
 _VERSION: Final = Answer(
     "version",
     "this becomes the version of trainer_kit",
@@ -270,6 +281,16 @@ class _Source:
         except (ImportError, AttributeError):
             return None
 
+    def keeps_divisor(self, call: ast.Call) -> bool:
+        """Whether a call asks Accelerate for accumulation, so that it is rewritten to divide losses in the same way."""
+        callee = self.library(call.func)
+        given = {one.arg: one.value for one in call.keywords}
+        if callee is GradientAccumulationPlugin:
+            return "fixed_divisor" not in given
+        steps = given.get("gradient_accumulation_steps")
+        one = isinstance(steps, ast.Constant) and steps.value == 1
+        return callee is Accelerator and not (steps is None or one or "gradient_accumulation_plugin" in given)
+
 
 @final
 class Project:
@@ -278,10 +299,12 @@ class Project:
     Attributes:
         names: how many names of the packages are imported.
         resolved: how many of them this library has.
+        keeps_divisor: whether a file asks Accelerate for accumulation, in a call that is rewritten.
     """
 
     def __init__(self) -> None:
         self.names = self.resolved = 0
+        self.keeps_divisor = False
         self._sources: list[_Source] = []
         self._classes: dict[str, list[tuple[_Source, ast.ClassDef]]] = {}
         self._attributes: set[str] = set()
@@ -302,6 +325,8 @@ class Project:
                 self._attributes.add(node.name)
                 calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
                 self._called.update(f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr != node.name)
+            elif isinstance(node, ast.Call):
+                self.keeps_divisor |= source.keeps_divisor(node)
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 self._attributes.add(node.attr)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # register_buffer("mean", ...)
@@ -324,6 +349,9 @@ class Project:
                 continue
             given = {key.value: (_constant(value), value.value) for key, value in arguments if _is_word(key)}
             lines = {key.value: key.start_mark.line + 1 for key, _ in arguments}
+            steps = "gradient_accumulation_steps"
+            if callee is Accelerator and given.get(steps, ("1", ""))[0] != "1":
+                self.report(path, lines[steps], _OWN_DIVISOR)
             for name, answer in _wrong_arguments(callee, given):
                 self.report(path, lines[name], answer)
 
@@ -587,6 +615,8 @@ class _Reader(ast.NodeVisitor):
             for argument, answer in _wrong_arguments(callee, given):
                 line = next(one.value for one in node.keywords if one.arg == argument)
                 self._report(line, answer)
+        if self._source.keeps_divisor(node):
+            self._report(node, _KEPT_DIVISOR)
         if self._lightning and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
             self._report(node, _AS_PICKLE)
         first = node.args[0] if node.args else None
@@ -611,7 +641,8 @@ class _Reader(ast.NodeVisitor):
         """Report a loss that is multiplied by the number of micro-batches, in a script for Accelerate."""
         names = [(dotted(one) or "").rpartition(".")[2] for one in factors]
         accelerates = any(old.partition(".")[0] == "accelerate" for old in self._source.bound.values())
-        if accelerates and "gradient_accumulation_steps" in names and any(name.endswith("loss") for name in names):
+        of_loss = "gradient_accumulation_steps" in names and any(name.endswith("loss") for name in names)
+        if accelerates and of_loss and not self._project.keeps_divisor:
             self._report(node, _STEPS_IN_LOSS)
 
     def visit_Expr(self, node: ast.Expr) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import Final, final
 
 import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import ImportAssignment, MetadataWrapper, ScopeProvider
 
@@ -35,6 +37,8 @@ def rewrite_yaml(text: str) -> str:
 def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
     """Replace imports, attributes and strings in a source by the names of this library.
 
+    Where the source asks Accelerate for gradient accumulation, ``fixed_divisor=True`` keeps its results.
+
     Args:
         source: the bytes of the file; encoding, line endings and formatting are kept.
         bound: what its imports bind, from `bound_names`.
@@ -46,7 +50,13 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
         >>> rewrite_python(b"import lightning as L  # ours now", {"L": "lightning"})
         b'import trainer_kit as L  # ours now'
     """
-    return MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(_Rewrite(bound)).bytes
+    rewrite = _Rewrite(bound)
+    module = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(rewrite)
+    if rewrite.lacks_plugin:
+        context = CodemodContext()
+        AddImportsVisitor.add_needed_import(context, "trainer_kit", "GradientAccumulationPlugin")
+        module = AddImportsVisitor(context).transform_module(module)
+    return module.bytes
 
 
 def _name_of(node: cst.CSTNode | None) -> str:
@@ -70,6 +80,22 @@ def _alias(alias: cst.ImportAlias) -> cst.ImportAlias:
     return alias if new is None else alias.with_changes(name=_expression(new))
 
 
+def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
+    """Add a keyword argument after the others, on a line of its own where they are."""
+    new = cst.Arg(cst.Name(value), keyword=cst.Name(name), equal=_EQUAL)
+    if not call.args:
+        return call.with_changes(args=[new])
+    last = call.args[-1]
+    lines = isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace)
+    comma = cst.Comma(whitespace_after=call.whitespace_before_args if lines else cst.SimpleWhitespace(" "))
+    new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
+    last = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
+    return call.with_changes(args=[*call.args[:-1], last, new])
+
+
+_EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace(""))
+
+
 @final
 class _Rewrite(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (ScopeProvider,)
@@ -77,6 +103,7 @@ class _Rewrite(cst.CSTTransformer):
     def __init__(self, bound: Mapping[str, str]) -> None:
         super().__init__()
         self._bound = bound
+        self.lacks_plugin = False
         # Packages that are imported under their own names: each use of these names changes too.
         self._plain = {name: PACKAGES[name] for name, old in bound.items() if name == old and name in PACKAGES}
 
@@ -125,6 +152,30 @@ class _Rewrite(cst.CSTTransformer):
         # `L.pytorch` is L itself.
         same = new == renamed(self._bound[root]) and root not in self._plain
         return cst.Name(root) if same else _expression(new)
+
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
+        root, dot, rest = _name_of(original_node.func).partition(".")
+        package, _, called = f"{self._bound.get(root, '')}{dot}{rest}".rpartition(".")
+        if package.partition(".")[0] != "accelerate" or not self._is_imported(_root_of(original_node.func)):
+            return updated_node
+        given = {_name_of(one.keyword): one for one in updated_node.args}
+        if called == "GradientAccumulationPlugin":
+            return updated_node if "fixed_divisor" in given else _with_argument(updated_node, "fixed_divisor", "True")
+        steps = given.get("gradient_accumulation_steps")
+        if called != "Accelerator" or steps is None or "gradient_accumulation_plugin" in given:
+            return updated_node
+        if isinstance(steps.value, cst.Integer) and steps.value.value == "1":
+            return updated_node
+        plugin = "GradientAccumulationPlugin"
+        if dot:
+            plugin = f"{_name_of(updated_node.func).partition('.')[0]}.{plugin}"
+        else:
+            self.lacks_plugin |= plugin not in self._bound
+        made = cst.Call(_expression(plugin), [cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)])
+        changed = steps.with_changes(
+            keyword=cst.Name("gradient_accumulation_plugin"), value=_with_argument(made, "fixed_divisor", "True")
+        )
+        return updated_node.with_changes(args=[changed if one is steps else one for one in updated_node.args])
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         return updated_node.with_changes(keyword=original_node.keyword)
