@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 
 from trainer_kit import Accelerator, DataLoaderConfiguration, PartialState, gather_object, skip_first_batches
-from trainer_kit.accelerator.loader import BatchSamplerShard
+from trainer_kit.accelerator.loader import BatchSamplerShard, SeedableRandomSampler
 from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 
@@ -261,6 +261,37 @@ def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
         assert len(data.batch_sampler) == len(data)
     data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(9)), batch_sampler=OfOwnSizes()))
     assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(dispatch):
+    config = DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=3)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    given = DataLoader(TensorDataset(torch.arange(8)), batch_size=2, shuffle=True)
+    data = accelerator.prepare(given)
+    whole = data.batch_sampler if dispatch else data.batch_sampler.batch_sampler
+    assert isinstance(whole.sampler, SeedableRandomSampler)
+    assert type(given.batch_sampler.sampler) is RandomSampler
+    orders = []
+    for epoch in (0, 1):
+        torch.manual_seed(accelerator.process_index)  # the global generators have no effect, and stay as they are
+        state = torch.get_rng_state()
+        order, own = list(whole.sampler), list(data.batch_sampler)
+        assert torch.equal(state, torch.get_rng_state())
+        assert (whole.sampler.epoch, whole.sampler.initial_seed) == (epoch, 3)
+        assert order == [index for batch in whole for index in batch]
+        read = [batch.tolist() for (batch,) in data]
+        assert dispatch or own == read
+        assert sorted(order) == list(range(8))
+        assert order == [i for turn in zip(*gather_object([read]), strict=True) for part in turn for i in part]
+        orders.append(order)
+    whole.sampler.set_epoch(0)
+    assert list(whole.sampler) == orders[0] != orders[1]
+    assert data.iteration == 0
+    with_generator = DataLoader(TensorDataset(torch.arange(8)), shuffle=True, generator=torch.Generator())
+    inner = accelerator.prepare(with_generator).batch_sampler.sampler
+    assert inner is with_generator.sampler
 
 
 @pytest.mark.world_size(2)

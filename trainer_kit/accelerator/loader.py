@@ -18,7 +18,7 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device, sequence_like
 from trainer_kit.data import EMPTY, MISSING, Feed
-from trainer_kit.data.order import SampleBlocks
+from trainer_kit.data.order import SampleBlocks, derive_seed, drawn
 
 __all__ = [
     "BatchSamplerShard",
@@ -330,7 +330,7 @@ class PreparedLoader:
     @property
     def batch_sampler(self) -> Any:
         """The batches of this process as indices, or the user's batch sampler where processes do not divide it."""
-        given = self.dataloader.batch_sampler
+        given = _in_order(self, self.dataloader.batch_sampler)
         divided = isinstance(given, BatchSampler) and self.group.size > 1 and not self._shared
         return _OwnBatches(self, given) if divided else given
 
@@ -568,15 +568,41 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
 
 @final
+class _OwnOrder(SeedableRandomSampler):
+    """The order of a prepared loader with ``shuffle=True``; its seed and its epoch are the loader's."""
+
+    def __init__(self, loader: PreparedLoader, given: RandomSampler) -> None:
+        vars(self).update(vars(given))
+        self._loader, self._given = loader, given
+        self.initial_seed = loader.seed
+
+    @property
+    def epoch(self) -> int:  # type: ignore[override]
+        """The epoch of the next iteration of the loader."""
+        return self._loader.iteration
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        return drawn(self._given, derive_seed(self._loader.seed, self.epoch, 0))
+
+
+def _in_order(loader: PreparedLoader, batches: Any) -> Any:
+    """Return torch's batch sampler with the order that the loader draws from seed and epoch; others unchanged."""
+    given = getattr(batches, "sampler", None)
+    if type(batches) is BatchSampler and type(given) is RandomSampler and given.generator is None:
+        return BatchSampler(_OwnOrder(loader, given), batches.batch_size, batches.drop_last)
+    return batches
+
+
+@final
 class _OwnBatches(BatchSamplerShard):
     """The batch sampler of a prepared loader; `even_batches` is the loader's."""
 
     def __init__(self, loader: PreparedLoader, given: BatchSampler) -> None:
         self._loader = loader
-        size, each = (
-            getattr(given, "batch_size", None),
-            loader.feed.per_rank_batch_size,
-        )  # None: batches are not divided
+        size, each = getattr(given, "batch_size", None), loader.feed.per_rank_batch_size  # None: not divided
         split = None not in (size, each) and size != each
         super().__init__(given, loader.group.size, loader.group.rank, split, loader.even)
 
