@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import trainer_kit as tk
 from tests.planning import verified
 from trainer_kit.planning import fake_world as fake_world_module
 from trainer_kit.planning.fake_world import adapted, fake_mode, fake_world
+from trainer_kit.planning.memory_tracker import StepTracker
 
 
 def start_of_a_sum(rank: int) -> int:
@@ -57,6 +62,33 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
     monkeypatch.setattr(fake_world_module, "_once_for_equal_entries", lambda propagate: propagate)
     assert results() == expected, "as torch does it"
     assert "propagate_op_sharding_non_cached" not in vars(propagator)
+
+
+def test_waiting_for_a_collective_allocates_nothing():
+    """The plan of a Llama on two tensor ranks had its logits twice: a tenth of all memory."""
+    mode = fake_mode()
+    tracker = StepTracker(mode, lambda *_: None)
+    with fake_world(2), adapted(), mode, tracker:
+        whole = torch.empty(1000)
+        summed = torch.ops._c10d_functional.all_reduce(whole, "sum", dist.group.WORLD.group_name)
+        waited = torch.ops._c10d_functional.wait_tensor(summed)
+    assert waited.untyped_storage()._cdata == summed.untyped_storage()._cdata
+    assert sum(tracker.peak(0).values()) == 2 * 4 * 1000
+
+
+def test_an_exchange_of_a_pipeline_holds_its_tensors():
+    """The first stage of a pipeline holds one output longer than its backward needs it; the plan left it out."""
+    plain = schedules._batch_p2p
+    with fake_world(2), adapted():
+        sent = torch.zeros(10)
+        alive = weakref.ref(sent)
+        works = schedules._batch_p2p([dist.P2POp(dist.isend, sent, 1)])
+        del sent
+        schedules._wait_batch_p2p(works)
+        assert alive() is not None
+        works.clear()
+        assert alive() is None
+    assert schedules._batch_p2p is plain
 
 
 @pytest.mark.slow

@@ -14,12 +14,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import BatchEncoding
 
 import trainer_kit as tk
-from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made, sent
+from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made, sent, stop_counting
 from trainer_kit.core.errors import ConfigurationError, StrategyError, TrainerKitError
 from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.records import CATEGORIES, Candidate
 from trainer_kit.strategies import FSDPStrategy, MeshStrategy
 from trainer_kit.testing import TinyModule, run_distributed
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _counted():
+    """One server for all comparisons: starting it takes as long as many of them."""
+    yield
+    stop_counting()
 
 
 def candidate(strategy="single_device", world=1, samples=8, precision="32-true", **options):
@@ -73,8 +80,10 @@ _MATRIX = [
     *[("single_device", 1, name) for name in ("cnn", "mixer", "recommender", "resnet", "vit")],
     *[("ddp", 2, name) for name in _MODELS if name != "gpt"],
     *[("fsdp", world, name) for world in (2, 4) for name in _MODELS],
-    *[("tp2", 2, name) for name in ("mlp", "gpt")],
-    *[("tp2", 4, name) for name in ("gpt",)],
+    *[("tp2", 2, name) for name in ("encoder", "gpt", "llama", "mixer", "mlp", "recommender", "vit")],
+    *[("tp2", 4, name) for name in ("encoder", "gpt")],
+    *[("pp2", 2, name) for name in ("encoder", "gpt", "llama", "mixer", "resnet", "vit")],
+    *[("pp2", 4, name) for name in ("gpt", "llama")],
 ]
 
 
@@ -82,8 +91,10 @@ _MATRIX = [
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("strategy", "world", "name"), _MATRIX)
 def test_every_pair(strategy, world, name, again):
-    samples = 512 if name == "recommender" else 8
-    close(name, candidate(strategy, world, samples=samples, activation_checkpointing=again))
+    stages = strategy == "pp2"
+    samples = 512 if name == "recommender" else 4 if stages else 8
+    accumulate = 4 if stages else 1
+    close(name, candidate(strategy, world, samples=samples, accumulate=accumulate, activation_checkpointing=again))
 
 
 @pytest.mark.slow
@@ -98,14 +109,6 @@ def test_bfloat16_of_every_strategy(strategy, world, precision):
     for again in (False, True):
         close("gpt", candidate(strategy, world, precision=precision, activation_checkpointing=again))
     close("mlp", candidate(strategy, world, precision=precision))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize("name", ["gpt", "llama"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_pipelines(world, name, again):
-    close(name, candidate("pp2", world, samples=4, accumulate=4, activation_checkpointing=again))
 
 
 @pytest.mark.long

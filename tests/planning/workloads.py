@@ -218,8 +218,17 @@ def _mlp():
 
 
 class Perceptron(Measured):
+    """Its pairs of linear layers are divided."""
+
     def configure_parallel(self, mesh):
         return tk.ParallelPlan(tensor="mlp")
+
+
+class Encoder(Measured):
+    """Its perceptrons are divided; torch's attention computes with one weight for queries, keys and values."""
+
+    def configure_parallel(self, mesh):
+        return tk.ParallelPlan(tensor={"net.layers.*.linear1": "colwise", "net.layers.*.linear2": "rowwise"})
 
 
 def _deep():
@@ -232,7 +241,7 @@ def _perceptron():
 
 def _encoder():
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True)
-    return Measured(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
+    return Encoder(nn.TransformerEncoder(layer, 4, enable_nested_tensor=False))
 
 
 def _llama():
@@ -260,7 +269,7 @@ def _vit():
         hidden_size=192,
         intermediate_size=768,
         num_hidden_layers=6,
-        num_attention_heads=3,
+        num_attention_heads=4,
         num_labels=10,
     )
     return Vision(ViTForImageClassification(config))
@@ -269,6 +278,12 @@ def _vit():
 class Vision(Measured):
     def training_step(self, batch, batch_idx):
         return self.net(pixel_values=batch).logits.square().mean()
+
+    def configure_parallel(self, mesh):
+        tensor = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
+        tensor = {f"attention.{name}": style for name, style in tensor.items()}
+        tensor |= {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
+        return tk.ParallelPlan(tensor={f"net.vit.layers.*.{name}": style for name, style in tensor.items()})
 
 
 class Llama(Measured):
@@ -294,8 +309,8 @@ MODELS = {
     "llama": (_llama, (128,), True),
     "vit": (_vit, (3, 32, 32), False),
     "resnet": (lambda: Measured(ResNet()), (3, 32, 32), False),
-    "mixer": (lambda: Measured(Mixer()), (3, 32, 32), False),
-    "recommender": (lambda: Measured(Recommender()), (13 + 8 * 4,), True),
+    "mixer": (lambda: Perceptron(Mixer()), (3, 32, 32), False),
+    "recommender": (lambda: Perceptron(Recommender()), (13 + 8 * 4,), True),
 }
 """By name: how the module is made, the shape of a sample, whether samples are tokens."""
 _COUNTED = 5
@@ -410,16 +425,32 @@ def counting_library():
     return str(made)
 
 
+_server = multiprocessing.forkserver._forkserver
+_counting = []
+"""The process of the server whose ranks count, if it has been started."""
+
+
+def start_counting():
+    """Start the server that forks ranks with the allocator's counter, unless it runs."""
+    if _server._forkserver_pid in _counting:
+        return
+    _server._stop()
+    with mock.patch.dict(os.environ, LD_PRELOAD=counting_library()):
+        # The server imports torch first; a port that is chosen before that may be taken when the ranks use it.
+        run_distributed(os.getpid, 1, process_group=False)
+    _counting[:] = [_server._forkserver_pid]
+
+
+def stop_counting():
+    """Stop this server, so that the next ranks are forked by a plain one."""
+    if _server._forkserver_pid in _counting:
+        _server._stop()
+    _counting.clear()
+
+
 def compared(name, candidate, **options):
     """The measured peak, and that of the rank that needs most in a real fit."""
     module, batch = made(name, 2)
     found = measure(module, batch, candidate, accelerator="cpu")
-    server = multiprocessing.forkserver._forkserver  # ranks get the library of the server that forks them
-    server._stop()
-    try:
-        with mock.patch.dict(os.environ, LD_PRELOAD=counting_library()):
-            # The server imports torch first; a port that is chosen before that may be taken when the ranks use it.
-            run_distributed(os.getpid, 1, process_group=False)
-            return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))
-    finally:
-        server._stop()
+    start_counting()
+    return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))

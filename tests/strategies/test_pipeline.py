@@ -73,6 +73,30 @@ def test_a_stage_has_nothing_of_the_others() -> None:
     assert len(list(stage.parameters())) == len(names)
 
 
+class Mixes(nn.Module):
+    """Mixes positions, as a layer of an MLP-Mixer: what it returns is transposed, as its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x.transpose(1, 2)).transpose(1, 2)
+
+
+def test_stages_hand_on_contiguous_tensors() -> None:
+    """The first window of an MLP-Mixer ended with "input tensor has to be contiguous", which is an error of gloo."""
+    model = nn.Sequential(*(Mixes() for _ in range(2)))
+    x = torch.randn(2, 3, 5).transpose(1, 2)
+    assert not model(x).is_contiguous()
+    first, last = split(model, 2)
+    first.turns = iter([Turn((x,), {})])
+    (handed,) = first()
+    assert handed.is_contiguous()
+    last.turns = iter([Turn((x,), {})])
+    torch.testing.assert_close(last(handed), model(x))
+
+
 class Skips(Words):
     """What the embedding made reaches a block of another stage, or the end."""
 

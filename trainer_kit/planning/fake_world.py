@@ -154,6 +154,21 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
     return propagated
 
 
+@final
+class _Exchanged:
+    """An exchange of a pipeline that has ended. As one of gloo or NCCL does, it holds its tensors until it is released.
+
+    Args:
+        tensors: those that were sent or received.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
 @contextmanager
 def adapted() -> Iterator[None]:
     """Inside, parts of torch work with fake tensors.
@@ -166,14 +181,15 @@ def adapted() -> Iterator[None]:
     finite. An operator that fails is not logged: the plan shows the error.
     """
     recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
-    from torch.distributed.pipelining import schedules
+    from torch.distributed import pipelining
     from torch.distributed.pipelining._utils import InferenceMode
 
     divides: Any = _fsdp_param
     joins: Any = DeviceMesh
+    schedules: Any = pipelining.schedules
     stages: Any = schedules._PipelineSchedule
     plain: Any = torch.utils.swap_tensors
-    vote = stages._warmup_p2p
+    vote, exchange = stages._warmup_p2p, schedules._batch_p2p
     concatenate, chunks = joins._concatenate, divides._chunk_with_empty
     scalers: Any = torch.amp.GradScaler
     step, log = scalers._maybe_opt_step, logging.getLogger(FakeTensorMode.__module__)
@@ -190,6 +206,9 @@ def adapted() -> Iterator[None]:
         for stage in own:
             stage._inference_mode = InferenceMode.STATIC
 
+    def hold(exchanged: list[dist.P2POp], *facts: Any, **named: Any) -> list[Any]:
+        return [*exchange(exchanged, *facts, **named), _Exchanged([one.tensor for one in exchanged])]
+
     def concatenate_outside(meshes: list[DeviceMesh]) -> DeviceMesh:
         with unset_fake_temporarily():
             made: DeviceMesh = concatenate(meshes)
@@ -200,7 +219,7 @@ def adapted() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)
     torch.utils.swap_tensors = swap
     divides._chunk_with_empty = _Parts
-    stages._warmup_p2p = know_shapes
+    stages._warmup_p2p, schedules._batch_p2p = know_shapes, hold
     joins._concatenate = staticmethod(concatenate_outside)
     propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(propagator.propagate_op_sharding_non_cached)
     try:
@@ -212,7 +231,7 @@ def adapted() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(recurrent)
         torch.utils.swap_tensors = plain
         divides._chunk_with_empty = chunks
-        stages._warmup_p2p = vote
+        stages._warmup_p2p, schedules._batch_p2p = vote, exchange
         joins._concatenate = staticmethod(concatenate)
 
 

@@ -27,6 +27,7 @@ __all__ = ["StepTracker", "storages"]
 _PLAIN: Final = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 _aten = torch.ops.aten
 _DEVICE: Final = torch.ops.prim.device.default
+_WAIT: Final = torch.ops._c10d_functional.wait_tensor.default
 _counter: Any = flop_counter
 _FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
     **_counter.flop_registry,
@@ -131,6 +132,8 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args)
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
+        if func is _WAIT:  # under the fake mode it makes a second tensor, which a real one does not
+            return args[0]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         count = _FLOPS.get(func._overloadpacket)

@@ -404,7 +404,7 @@ class Stage(nn.Module):
         self.loose = nn.ParameterList([slot.real for slot in self._loose])
 
     def forward(self, *arrived: Tensor) -> Any:
-        """Return the flattened outputs of the last block; on the last stage, the result of ``Turn.finish``.
+        """Return the outputs of the last block, flattened and contiguous; on the last stage, that of ``Turn.finish``.
 
         Args:
             arrived: the outputs of the previous stage.
@@ -428,7 +428,8 @@ class Stage(nn.Module):
                 fix="use a model whose blocks run one after the other, each of them once",
             )
         _check(left, f"the output of stage {self.index}")
-        return tuple(leaf for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
+        # gloo and NCCL send only contiguous tensors; blocks that transpose, such as an MLP-Mixer's, return others.
+        return tuple(leaf.contiguous() for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
 
     def _hook(self) -> None:
         """Register hooks after those of other transforms, so that the kept output includes their changes."""
