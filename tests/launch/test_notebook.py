@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import LaunchError, RankError
 from trainer_kit.launch import run_forked
+from trainer_kit.strategies import FSDPStrategy
+from trainer_kit.strategies.process_group import swap_kept
 
 
 def _place(rank: int) -> Environment:
@@ -59,6 +62,33 @@ def test_a_store_that_this_process_has_forgotten_hangs_no_rank() -> None:
         return gc.collect()
 
     run_forked(collect, 2)
+
+
+def test_groups_of_a_world_that_has_ended_end_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's destructor of a group joins its threads, which a fork has not: ranks were aborted, or hung."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
+
+    def start(rank: int) -> int:
+        strategy = FSDPStrategy()
+        strategy.start()
+        return strategy.world.size
+
+    assert start(0) == 1
+    dist.destroy_process_group()
+    assert run_forked(start, 2) == 2
+    swap_kept({})
+
+
+def test_a_process_in_a_group_forks_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took its group for theirs, and hung."""
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(LaunchError, match="a process group of 1") as caught:
+            run_forked(_place, 2)
+        assert "destroy_process_group()" in str(caught.value)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_forked_ranks_compute_although_this_process_has_used_its_threads() -> None:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final, Literal, TypeVar, final
 
 import torch
+import torch.distributed as dist
 
 from trainer_kit.core.environment import Environment, usable_cores
 from trainer_kit.core.errors import LaunchError, RankError, add_note
@@ -183,6 +184,12 @@ def _check_fork() -> None:
             "ranks can no longer be forked",
             found=f"this process has used the {used} device, which does not survive a fork",
             fix="restart the notebook's kernel and start training before anything else touches the device",
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise LaunchError(
+            "ranks can no longer be forked",
+            found=f"this process is in a process group of {dist.get_world_size()}, whose threads do not survive a fork",
+            fix="call torch.distributed.destroy_process_group() first, or restart the notebook's kernel",
         )
 
 

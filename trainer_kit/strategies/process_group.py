@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -46,6 +47,8 @@ _KEPT: dict[Any, Any] = {}
 """What `once_a_world` has made, by key."""
 _WORLD: Final = "world"
 """The key of the world that all other entries belong to."""
+_INHERITED: Final[list[Any]] = []
+"""What the process that this one was forked from had made."""
 _T = TypeVar("_T")
 
 
@@ -252,6 +255,16 @@ def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
         _KEPT[key] = make()
     made: _T = _KEPT[key]
     return made
+
+
+def _inherit_kept() -> None:
+    """In a fork, keep the groups of the parent process to the end: their destructors wait for threads it has not."""
+    _INHERITED.append(dict(_KEPT))
+    _KEPT.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_inherit_kept)
 
 
 def swap_kept(kept: dict[Any, Any]) -> dict[Any, Any]:
