@@ -64,8 +64,8 @@ def test_a_store_that_this_process_has_forgotten_hangs_no_rank() -> None:
     run_forked(collect, 2)
 
 
-def test_groups_of_a_world_that_has_ended_end_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's destructor of a group joins its threads, which a fork has not: ranks were aborted, or hung."""
+def test_ranks_can_be_forked_after_a_process_group_was_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructor of a group joins its threads, which a forked process does not have: ranks aborted or hung."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
 
     def start(rank: int) -> int:
@@ -73,18 +73,20 @@ def test_groups_of_a_world_that_has_ended_end_no_rank(monkeypatch: pytest.Monkey
         strategy.start()
         return strategy.world.size
 
-    assert start(0) == 1
-    dist.destroy_process_group()
-    assert run_forked(start, 2) == 2
-    swap_kept({})
+    try:
+        assert start(0) == 1
+        dist.destroy_process_group()
+        assert run_forked(start, 2) == 2
+    finally:
+        swap_kept({})
 
 
 def test_a_process_in_a_group_forks_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They took its group for theirs, and hung."""
+    """Ranks used the parent's group as their own, and hung."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(LaunchError, match="a process group of 1") as caught:
+        with pytest.raises(LaunchError, match="world size 1") as caught:
             run_forked(_place, 2)
         assert "destroy_process_group()" in str(caught.value)
     finally:

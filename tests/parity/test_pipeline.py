@@ -350,10 +350,30 @@ class Itself(Line):
         return tk.ParallelPlan(pipeline=PipelinePlan(model=""))
 
 
+class Transposes(nn.Module):
+    """What it returns is not contiguous, nor is the gradient of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Mixer(Line):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Unflatten(1, (3, 2)), *(Transposes() for _ in range(4))).double()
+
+
 def check_other_models() -> None:
     for make in (Line, Itself):
         with case(model=make.__name__):
             both(make, "GPipe")  # with running statistics, which the look at shapes leaves alone
+    for schedule in ("1F1B", "ZBVZeroBubble"):
+        with case(model="Mixer", schedule=schedule):
+            both(Mixer, schedule)
 
 
 def check_precision() -> None:

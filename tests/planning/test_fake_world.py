@@ -65,7 +65,7 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
 
 
 def test_waiting_for_a_collective_allocates_nothing():
-    """The plan of a Llama on two tensor ranks had its logits twice: a tenth of all memory."""
+    """The plan of a Llama on two tensor-parallel ranks counted its logits twice, a tenth of all memory."""
     mode = fake_mode()
     tracker = StepTracker(mode, lambda *_: None)
     with fake_world(2), adapted(), mode, tracker:

@@ -24,7 +24,7 @@ from trainer_kit.testing import TinyModule, run_distributed
 
 @pytest.fixture(scope="module", autouse=True)
 def _counted():
-    """One server for all comparisons: starting it takes as long as many of them."""
+    """All comparisons share one fork server; starting it takes as long as many comparisons."""
     yield
     stop_counting()
 
@@ -99,7 +99,7 @@ def test_every_pair(strategy, world, name, again):
 
 @pytest.mark.slow
 def test_bfloat16():
-    close("gpt", candidate(samples=2, precision="bf16-mixed"), within=0.01)  # few: see the next test
+    close("gpt", candidate(samples=2, precision="bf16-mixed"), within=0.01)  # two samples: see the next test
 
 
 @pytest.mark.long

@@ -218,14 +218,14 @@ def _mlp():
 
 
 class Perceptron(Measured):
-    """Its pairs of linear layers are divided."""
+    """Linear pairs are sharded."""
 
     def configure_parallel(self, mesh):
         return tk.ParallelPlan(tensor="mlp")
 
 
 class Encoder(Measured):
-    """Its perceptrons are divided; torch's attention computes with one weight for queries, keys and values."""
+    """Its MLPs are sharded; torch's attention packs query, key and value in one weight."""
 
     def configure_parallel(self, mesh):
         return tk.ParallelPlan(tensor={"net.layers.*.linear1": "colwise", "net.layers.*.linear2": "rowwise"})
@@ -427,11 +427,11 @@ def counting_library():
 
 _server = multiprocessing.forkserver._forkserver
 _counting = []
-"""The process of the server whose ranks count, if it has been started."""
+"""The PID of the fork server that preloads the allocator's counter, if it runs."""
 
 
 def start_counting():
-    """Start the server that forks ranks with the allocator's counter, unless it runs."""
+    """Start the fork server that preloads the allocator's counter, unless it is running."""
     if _server._forkserver_pid in _counting:
         return
     _server._stop()
@@ -442,7 +442,7 @@ def start_counting():
 
 
 def stop_counting():
-    """Stop this server, so that the next ranks are forked by a plain one."""
+    """Stop that server; the next ranks come from a plain one."""
     if _server._forkserver_pid in _counting:
         _server._stop()
     _counting.clear()

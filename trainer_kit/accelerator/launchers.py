@@ -104,7 +104,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         num_processes: the number of processes.
 
     Raises:
-        LaunchError: processes cannot be forked here, because an accelerator is in use.
+        LaunchError: processes cannot be forked here: an accelerator is in use, or this process is in a process group.
         RankError: a process died.
         BaseException: of the process that failed first, with its traceback as a note.
     """

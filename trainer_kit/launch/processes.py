@@ -65,7 +65,8 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
         The result of rank 0.
 
     Raises:
-        LaunchError: when a fork cannot work because the accelerator is in use here, or ``fn`` cannot be pickled.
+        LaunchError: when a fork cannot work because an accelerator is in use here or this process is in a process
+            group, or ``fn`` cannot be pickled.
         RankError: when a rank died.
         BaseException: of the rank that failed first, with that rank's traceback as a note.
 
@@ -188,7 +189,7 @@ def _check_fork() -> None:
     if dist.is_available() and dist.is_initialized():
         raise LaunchError(
             "ranks can no longer be forked",
-            found=f"this process is in a process group of {dist.get_world_size()}, whose threads do not survive a fork",
+            found=f"a process group (world size {dist.get_world_size()}), whose threads do not survive a fork",
             fix="call torch.distributed.destroy_process_group() first, or restart the notebook's kernel",
         )
 

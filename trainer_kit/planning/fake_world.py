@@ -156,10 +156,10 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
 
 @final
 class _Exchanged:
-    """An exchange of a pipeline that has ended. As one of gloo or NCCL does, it holds its tensors until it is released.
+    """A completed exchange of a pipeline; keeps its tensors until it is released, as work handles of gloo and NCCL do.
 
     Args:
-        tensors: those that were sent or received.
+        tensors: the tensors that were sent or received.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -177,8 +177,9 @@ def adapted() -> Iterator[None]:
     with real numbers, which it needs, also where a fake mode is active. `fully_shard` makes this rank's part of a
     parameter only: hundreds of fake parts of each take most of the time. And an operator on lists of divided tensors
     is prepared once for equal entries, see `_once_for_equal_entries`. The stages of a pipeline do not vote whether all
-    of them know the shapes that they exchange: ours do. A gradient scaler steps without reading whether gradients are
-    finite. An operator that fails is not logged: the plan shows the error.
+    of them know the shapes that they exchange: ours do; their exchanges keep tensors alive, as real ones do. A gradient
+    scaler steps without reading whether gradients are finite. An operator that fails is not logged: the plan shows the
+    error.
     """
     recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
     from torch.distributed import pipelining

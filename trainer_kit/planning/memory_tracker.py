@@ -132,7 +132,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args)
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
-        if func is _WAIT:  # under the fake mode it makes a second tensor, which a real one does not
+        if func is _WAIT:  # the fake operator allocates a second tensor; the real one returns its input
             return args[0]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

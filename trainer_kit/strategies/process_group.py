@@ -48,7 +48,7 @@ _KEPT: dict[Any, Any] = {}
 _WORLD: Final = "world"
 """The key of the world that all other entries belong to."""
 _INHERITED: Final[list[Any]] = []
-"""What the process that this one was forked from had made."""
+"""What `once_a_world` had made in the parent of this forked process; never released."""
 _T = TypeVar("_T")
 
 
@@ -258,7 +258,7 @@ def once_a_world(key: Any, make: Callable[[], _T]) -> _T:
 
 
 def _inherit_kept() -> None:
-    """In a fork, keep the groups of the parent process to the end: their destructors wait for threads it has not."""
+    """Keep the parent's groups referenced in a forked child: their destructors join threads that do not exist there."""
     _INHERITED.append(dict(_KEPT))
     _KEPT.clear()
 

@@ -170,7 +170,7 @@ class Pipeline:
         self.elsewhere -= sum(parameter.numel() for parameter in module.parameters())
         context = precision.forward_context()
         for stage in self.stages:
-            stage.context = context
+            stage.context, stage.splits_backward = context, self.splits_backward
         model.__dict__["forward"] = self._called
         rows = self.world.agree([torch.initial_seed() % 2**32])
         self._seed = int(rows[self._source][0])
@@ -304,7 +304,7 @@ class Pipeline:
         shapes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
         dist.send_object_list([shapes], group=self.group.group, group_dst=rank, device=self.device)
         for tensor in tensors:
-            dist.send(tensor.detach().contiguous(), group=self.group.group, group_dst=rank)
+            dist.send(tensor.detach(), group=self.group.group, group_dst=rank)
 
     def _receive(self, rank: int) -> tuple[Tensor, ...]:
         shapes: list[Any] = [None]

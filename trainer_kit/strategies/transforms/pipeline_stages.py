@@ -396,6 +396,7 @@ class Stage(nn.Module):
         self.turns: Iterator[Turn] = iter(())
         self.context: AbstractContextManager[Any] | None = None
         self.running = False
+        self.splits_backward = False
 
     def find_loose(self) -> None:
         """Look up the model's direct parameters again: other transforms may have replaced them."""
@@ -404,7 +405,7 @@ class Stage(nn.Module):
         self.loose = nn.ParameterList([slot.real for slot in self._loose])
 
     def forward(self, *arrived: Tensor) -> Any:
-        """Return the outputs of the last block, flattened and contiguous; on the last stage, that of ``Turn.finish``.
+        """Return the last block's outputs, flattened and contiguous; the last stage returns what ``Turn.finish`` makes.
 
         Args:
             arrived: the outputs of the previous stage.
@@ -412,6 +413,8 @@ class Stage(nn.Module):
         if not self._hooked:
             self._hook()
         turn = next(self.turns)
+        if self.splits_backward:
+            arrived = tuple(map(_with_contiguous_gradient, arrived))
         with self._alone(arrived), self.context or nullcontext():
             try:
                 output = self.run(*turn.args, **turn.kwargs)
@@ -428,7 +431,7 @@ class Stage(nn.Module):
                 fix="use a model whose blocks run one after the other, each of them once",
             )
         _check(left, f"the output of stage {self.index}")
-        # gloo and NCCL send only contiguous tensors; blocks that transpose, such as an MLP-Mixer's, return others.
+        # The next stage receives into contiguous tensors: gloo refuses others, and NCCL sends their memory as it lies.
         return tuple(leaf.contiguous() for leaf in tree_leaves(left) if isinstance(leaf, Tensor))
 
     def _hook(self) -> None:
@@ -479,6 +482,18 @@ def _check(values: Any, what: str) -> None:
             fix="pass it on through the blocks; or name the module it comes from in PipelinePlan(first=, last= or "
             "everywhere=), where the order in which the model defines its modules is not that in which it calls them",
         )
+
+
+def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
+    """Return a view whose gradient is contiguous: a schedule that splits the backward sends the gradient as it is.
+
+    Other schedules send the ``grad`` of a leaf, which has the layout of the leaf.
+    """
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return tensor
+    view = tensor.view_as(tensor)
+    view.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+    return view
 
 
 def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device) -> list[Stage]:
