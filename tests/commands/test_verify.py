@@ -82,7 +82,7 @@ def test_a_wrong_one(verify):
     assert "every loss is 0.5 times the reference: averaged over the 2 ranks twice" in last
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_ranks_of_this_process(verify, strategy):
     ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--json")
     assert ran.returncode == 0, ran.stderr

@@ -97,7 +97,7 @@ def test_every_pair(strategy, world, name, again):
     close(name, candidate(strategy, world, samples=samples, accumulate=accumulate, activation_checkpointing=again))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_bfloat16():
     close("gpt", candidate(samples=2, precision="bf16-mixed"), within=0.01)  # two samples: see the next test
 
@@ -119,7 +119,7 @@ def test_accumulation_and_clipping(strategy, world):
     close("gpt", candidate(strategy, world), gradient_clip_val=1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_autocast_copies_all_weights_under_fsdp():
     """A real rank holds them beside its shards; units that are gathered in bfloat16 need no copies."""
     tried = candidate("fsdp", 2, samples=2, precision="bf16-mixed")
