@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from array import array
@@ -21,7 +22,10 @@ _KEPT: Final = 1000
 _PATIENCE: Final = 10.0
 """The most seconds that a start, a close or the sync of a checkpoint's journal waits for all loggers together."""
 _GRACE: Final = 60.0
-"""The most seconds, from its beginning, that a close waits for a logger's first call: it may create a database."""
+"""The most seconds, from its beginning, that a close waits for a logger's first call that computes: it may create a
+database."""
+_WORKING: Final = 0.02
+"""The share of CPU time above which a first call counts as computing. One that hangs sleeps, or polls."""
 _SHORT: Final = 1.0
 """The most seconds that a checkpoint waits for loggers other than the journal."""
 _QUIET: Final = 60.0
@@ -137,6 +141,7 @@ class Delivery:
         self._late = False
         self._begun: float | None = None  # when the first call began; None once a call has succeeded
         self._starting = not journals
+        self._seen = 0.0, 0.0  # when the thread's CPU time was read last, and the CPU time
         self._warned = -_QUIET
         self._refused: set[type[BaseException]] = set()
 
@@ -236,6 +241,7 @@ class Delivery:
             self.put("finalize", status)
         with self._changed:
             self._closing = time.monotonic() + _LAST
+            self._computes()
             self._changed.notify_all()
 
     def wait_closed(self, deadline: float, grace: bool = True) -> bool:
@@ -243,13 +249,13 @@ class Delivery:
 
         Args:
             deadline: the end of the wait.
-            grace: wait longer for a logger that is still in its first call: up to 60 seconds from its beginning.
+            grace: wait longer for a logger that computes in its first call: up to 60 seconds from its beginning.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._thread is None, max(0.0, deadline - time.monotonic()))
-            starts = self._starts_until() if grace else None
-        if starts is not None:
-            self._wait_for_start(starts)
+            starts = grace and self._is_starting()
+        if starts:
+            self._wait_for_start()
         with self._changed:
             left, busy, done = self._pending(), self._busy, not self._queue and self._thread is None
         if done and self._lost:
@@ -260,19 +266,26 @@ class Delivery:
             self._say(f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}")
         return done
 
-    def _starts_until(self) -> float | None:
-        """The end of the wait for a first call that is under way; None if there is none to wait for."""
-        begun, now = self._begun, time.monotonic()
-        return None if begun is None or self._thread is None or now >= begun + _GRACE else begun + _GRACE
+    def _is_starting(self) -> bool:
+        """Whether the first call is under way, has time left, and has computed since the last look at it."""
+        begun = self._begun
+        return begun is not None and time.monotonic() < begun + _GRACE and self._computes()
 
-    def _wait_for_start(self, until: float) -> None:
-        """Wait for the first call, then as long as any close does for the calls after it."""
-        self._warn(f"its first call has not returned yet; waiting for it, up to {until - time.monotonic():.0f} s")
+    def _computes(self) -> bool:
+        """Whether the thread has used CPU time since the last call of this method."""
+        (before, spent), self._seen = self._seen, (time.monotonic(), _cpu_seconds(self._thread))
+        return self._seen[1] - spent > _WORKING * (self._seen[0] - before)
+
+    def _wait_for_start(self) -> None:
+        """Wait for the first call while it computes, then as long as any close does for the calls after it."""
+        self._warn("its first call has not returned yet, but is computing; waiting for it")
+        starting = True
         with self._changed:
-            ended = self._changed.wait_for(
-                lambda: self._thread is None or self._begun is None, max(0.0, until - time.monotonic())
-            )
-            if ended:
+            while starting and self._begun is not None:
+                left = min(_PATIENCE, self._begun + _GRACE - time.monotonic())
+                self._changed.wait_for(lambda: self._thread is None or self._begun is None, max(0.0, left))
+                starting = self._is_starting()
+            if self._begun is None:
                 self._changed.wait_for(lambda: self._thread is None, _PATIENCE)
 
     # -- on the logger's thread ------------------------------------------------------------------------------------
@@ -549,7 +562,7 @@ class Deliveries:
         Args:
             status: ``"success"``, ``"failed"`` or ``"interrupted"``; None to wait only.
             at_once: wait 1 second instead of 10; a slower logger gets the rest of its calls later. Otherwise a logger
-                that is still in its first call gets up to 60 seconds from the beginning of that call, unless a signal
+                that computes in its first call gets up to 60 seconds from the beginning of that call, unless a signal
                 ends the run: the sender may kill it after 30 seconds.
         """
         deadline = time.monotonic() + (_SHORT if at_once else _PATIENCE)
@@ -559,6 +572,15 @@ class Deliveries:
         for one in closing:
             if one.wait_closed(deadline, grace=not at_once and status != "interrupted"):
                 del self._each[id(one.logger)]
+
+
+def _cpu_seconds(thread: threading.Thread | None) -> float:
+    """The CPU time that a running thread has used; that of this process where the system does not tell."""
+    if thread is None or thread.ident is None:
+        return 0.0
+    if sys.platform == "linux":
+        return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
+    return time.process_time()
 
 
 def _class_name(logger: Any) -> str:
