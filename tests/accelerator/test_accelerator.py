@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -654,6 +656,25 @@ def test_uneven_inputs_finish():
     first, *others = accelerator.gather(model.module[0].weight.detach().unsqueeze(0))
     assert all(torch.equal(first, other) for other in others)
     assert data.even
+
+
+@pytest.mark.world_size(2)
+def test_uneven_inputs_of_a_stream_warn():
+    """Accelerate leaves a stream as it is, so the same call reads other samples here."""
+    accelerator = Accelerator(cpu=True)
+    data = accelerator.prepare(DataLoader(Stream(5), batch_size=1))
+    kept = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5)), batch_size=1))
+    warned = pytest.warns(UserWarning, match="1 prepared loader.*only supported for map-style datasets")
+    with warned as told, accelerator.join_uneven_inputs([], even_batches=False):
+        count = len(list(data))
+    assert told[0].filename == __file__
+    assert accelerator.reduce(torch.tensor(count)).item() == 5
+    assert data.even
+    assert kept.even
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with accelerator.join_uneven_inputs([]), accelerator.join_uneven_inputs([], even_batches=True):
+            pass
 
 
 @pytest.mark.world_size(2)

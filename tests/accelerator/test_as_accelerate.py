@@ -5,18 +5,22 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import re
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit import Accelerator, PartialState
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, RankError, StrategyError
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, LaunchError, RankError, StrategyError
 
 DATA = TensorDataset(torch.arange(26.0).unsqueeze(1))
 
@@ -257,6 +261,53 @@ def test_a_notebook_starts_its_processes_again(tmp_path: Path) -> None:
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restart=1)
     with pytest.warns(UserWarning, match="is not started again"):
         assert tk.notebook_launcher(len, ("alone",), num_processes=1, max_restarts=1, rdzv_id="x") == 5
+
+
+class Unpicklable(ValueError):
+    """Its constructor takes other arguments than it keeps."""
+
+    def __init__(self, step: int, *, why: str) -> None:
+        super().__init__(f"{why} at {step}")
+
+
+def raises(error: BaseException) -> None:
+    if PartialState(cpu=True).process_index == 1:
+        raise error
+    time.sleep(60)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "text"),
+    [
+        (ValueError("bad label"), ValueError, "bad label"),
+        (KeyError("label"), KeyError, "'label'"),
+        (FileNotFoundError(2, "not here", "data.bin"), FileNotFoundError, "[Errno 2] not here: 'data.bin'"),
+        (ConfigurationError("no", found="1", fix="2"), ConfigurationError, "no\n  found: 1\n  fix:   2"),
+        (Unpicklable(3, why="late"), RankError, "rank 1 of 2 failed"),
+    ],
+)
+def test_the_error_of_a_process_is_torchs_too(error: Exception, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind) as found:
+        tk.notebook_launcher(raises, (error,), num_processes=2)
+    made = found.value
+    assert isinstance(made, ChildFailedError)
+    assert type(made).__name__ == kind.__name__
+    assert str(made).startswith(text)
+    assert "rank 1 of 2 failed" in "".join([str(made), *getattr(made, "__notes__", [])])
+    rank, first = made.get_first_failure()
+    assert (rank, first.exitcode, made.name) == (1, 1, "raises")
+    assert type(error).__name__ in first.message
+    assert sorted(made.failures) == [0, 1]
+    if isinstance(made, OSError):
+        assert (made.errno, made.filename) == (2, "data.bin")
+
+
+def test_a_notebook_names_an_import_that_uses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", ModuleType("bitsandbytes"))
+    with pytest.raises(RuntimeError, match="bitsandbytes was imported") as found:
+        tk.notebook_launcher(len, ("ab",), num_processes=2)
+    assert isinstance(found.value, LaunchError)
+    assert tk.notebook_launcher(len, ("ab",), num_processes=1) == 2
 
 
 def test_all_trackers_are_those_that_are_installed(tmp_path: Path) -> None:

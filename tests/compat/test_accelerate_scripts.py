@@ -27,7 +27,7 @@ DRIVER = """
 import importlib, os, sys, types, warnings
 import torch
 warnings.resetwarnings()
-warnings.simplefilter("ignore")  # the scripts are not written for -W error
+warnings.simplefilter("default")  # the scripts are not written for -W error
 torch.set_num_threads(1)
 for name in ("datasets", "evaluate"):  # of test_metrics, which uses them on GPUs alone
     made = sys.modules[name] = types.ModuleType(name)
@@ -78,9 +78,10 @@ NO_ARGUMENTS: dict[str, dict[str, tuple[int, ...]]] = {
         TWO,
     ),
     "test_notebook": {
-        **dict.fromkeys(("test_can_initialize", "test_problematic_imports"), BOTH),
+        "test_can_initialize": BOTH,
         **dict.fromkeys(("test_clean_cuda_fork", "test_static_rdzv_backend", "test_c10d_rdzv_backend"), TWO),
-        **dict.fromkeys(("test_fault_tolerant", "test_monitoring"), TWO),
+        # The last one fails under Accelerate, too, on one process.
+        **dict.fromkeys(("test_fault_tolerant", "test_monitoring", "test_problematic_imports"), TWO),
     },
     "test_metrics": {"test_gather_for_metrics_drop_last": BOTH},
     "test_cli": {"main": BOTH},
@@ -195,11 +196,8 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 DIFFERENT = {
     "test_reinstantiated_state": "DID NOT RAISE",
-    "test_join_raises_warning_for_iterable_when_overriding_even_batches": "list index out of range",
     "test_join_raises_warning_for_non_ddp_distributed": "",
     "test_pickle_accelerator": "AssertionError",
-    "test_monitoring": "I'm an even process",
-    "test_problematic_imports": "DID NOT RAISE",
 }
 """A part of the statement, and of the error; the guide has the reason for each."""
 
@@ -215,11 +213,8 @@ def test_every_difference_is_in_the_guide() -> None:
     rows = {part: next((row for row in guide.splitlines() if f"`{part}` |" in row), "") for part in DIFFERENT}
     assert all(found.values()), found
     assert all(rows.values()), rows
-    private = sum(found[part] for part, row in rows.items() if "| private: " in row)
-    others = sum(found.values()) - private
-    counts = f"{len(checks()) - private - others} of {len(checks())} checks pass"
-    assert counts in guide
-    assert f"{private} reach into private state and {others} differ by decision" in guide
+    assert all("| private: " in row for row in rows.values()), rows
+    assert f"{len(checks()) - sum(found.values())} of {len(checks())} checks pass" in guide
 
 
 @pytest.mark.parametrize("check", checks(), ids=name_of)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Final
+
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from trainer_kit.compat.accelerate_utilities import patch_environment
 from trainer_kit.core.environment import available_devices
 from trainer_kit.core.errors import ConfigurationError, LaunchError
 from trainer_kit.launch import run_forked
+from trainer_kit.launch.failure import RankFailure
 
 __all__ = ["debug_launcher", "notebook_launcher"]
 
@@ -57,6 +61,10 @@ def notebook_launcher(
     Raises:
         ConfigurationError: ``num_nodes`` is not 1, or ``max_restarts`` is negative.
         TypeError: an option is unknown.
+        LaunchError: processes cannot be forked here: an accelerator is in use, bitsandbytes was imported, or this
+            process is in a process group.
+        ChildFailedError: a process failed. The exception is also of the class that the process raised, with its text
+            and traceback.
     """
     unknown = elastic.keys() - _ELASTIC
     if unknown:
@@ -70,16 +78,58 @@ def notebook_launcher(
             fix="move the code into a script, and start it with torchrun on each machine",
         )
     wanted = num_processes or available_devices("auto")
+
+    def failed(error: BaseException, failures: Sequence[RankFailure]) -> BaseException:
+        return _as_child_failure(error, failures, getattr(function, "__qualname__", type(function).__name__))
+
     settings = {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
     with patch_environment(**settings):
         if wanted > 1:
-            return _restarted(lambda: run_forked(lambda rank: function(*args), wanted), max_restarts)
+            _check_imports()
+            return _restarted(lambda: run_forked(lambda rank: function(*args), wanted, failed=failed), max_restarts)
         if max_restarts:
             warnings.warn(
                 f"max_restarts={max_restarts}: one process runs in the notebook itself, and is not started again",
                 stacklevel=2,
             )
         return function(*args)
+
+
+def _check_imports() -> None:
+    if "bitsandbytes" in sys.modules:
+        raise LaunchError(
+            "processes cannot be forked after an import that uses the device",
+            found="bitsandbytes was imported in this process",
+            fix="restart the notebook's kernel. Please keep these imports inside the function that is launched",
+        )
+
+
+def _as_child_failure(error: BaseException, failures: Sequence[RankFailure], name: str) -> BaseException:
+    """Make an exception of a process an instance of torch's class, too, for code that catches what Accelerate raises.
+
+    Args:
+        error: the exception of the process that failed first.
+        failures: how the processes ended.
+        name: the function that they called.
+
+    Returns:
+        The exception; ``error`` itself where Python cannot combine the classes.
+    """
+    kind = type(error)
+    if not isinstance(error, Exception) or isinstance(error, ChildFailedError):
+        return error
+    known: dict[int, ProcessFailure] = {}
+    for each in failures:
+        one = known[each.rank] = ProcessFailure(each.rank, each.pid, each.exit_code or 1, error_file="<N/A>")
+        one.message, one.timestamp = each.cause, int(each.time_ns // 1_000_000_000)
+    arguments: Any = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # its args have no file name
+    try:
+        both: Any = type(kind.__name__, (kind, ChildFailedError), {"__module__": kind.__module__})
+        made: Exception = both.__new__(both, *arguments)
+    except TypeError:
+        return error
+    vars(made).update(vars(error), name=name, failures=known)
+    return made
 
 
 def _restarted(run: Callable[[], Any], restarts: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,7 +15,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.accelerator.accumulation import Accumulation
@@ -377,6 +378,13 @@ class Prepared:
                 fix="leave it out and prepare() the loader: every process gets the same number of batches; or use DDP",
             )
         before = [(loader, loader.even) for loader in self.loaders]
+        streams = [loader for loader in self.loaders if isinstance(loader.dataset, IterableDataset)]
+        if several and even_batches is not None and any(loader.even != even_batches for loader in streams):
+            warnings.warn(
+                f"join_uneven_inputs(even_batches={even_batches}) also changes {len(streams)} prepared loader(s) over "
+                "an IterableDataset. In Accelerate this is only supported for map-style datasets; these stay unchanged",
+                stacklevel=3,  # the line of the user's `with`
+            )
         self._accumulation.joining = several
         if even_batches is not None:
             for loader in self.loaders:

@@ -140,7 +140,7 @@ class RankError(TrainerKitError):
     """Ranks that disagree, or a rank that failed."""
 
 
-class LaunchError(TrainerKitError):
+class LaunchError(TrainerKitError, RuntimeError):
     """Processes that could not be started or supervised."""
 
 

@@ -50,7 +50,13 @@ def local_environment(nproc: int) -> dict[str, str]:
     return shared
 
 
-def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMethod = "auto") -> _Result:
+def run_forked(
+    fn: Callable[[int], _Result],
+    nproc: int,
+    start_method: _StartMethod = "auto",
+    *,
+    failed: Callable[[BaseException, Sequence[RankFailure]], BaseException] | None = None,
+) -> _Result:
     """Run ``fn(rank)`` on ``nproc`` processes of this machine, with the rank environment set, and wait for them.
 
     Forked ranks see everything of this process, closures and notebook cells included, and compute with one thread:
@@ -60,6 +66,7 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
         fn: called on every rank; the result of rank 0 must be picklable.
         nproc: number of ranks.
         start_method: ``auto`` forks. ``spawn`` and ``forkserver`` start new interpreters and need a picklable ``fn``.
+        failed: returns what to raise instead of a failed rank's exception, from it and the ends of all failed ranks.
 
     Returns:
         The result of rank 0.
@@ -97,6 +104,10 @@ def run_forked(fn: Callable[[int], _Result], nproc: int, start_method: _StartMet
     try:
         ranks.wait()
         return ranks.results()[0]  # type: ignore[no-any-return]
+    except BaseException as error:
+        if failed is None or not ranks.failures:
+            raise
+        raise failed(error, ranks.failures) from None
     finally:
         ranks.close()
 
@@ -271,6 +282,11 @@ class Ranks:
         ended = self._results.keys() | self._failures.keys()
         return {rank: process.pid for rank, process in enumerate(self._processes) if rank not in ended}
 
+    @property
+    def failures(self) -> list[RankFailure]:
+        """How each rank that failed has ended, the cause first."""
+        return root_first(self._failures.values())
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all ranks are done, or one has failed and the others have ended or were killed.
 
@@ -327,9 +343,8 @@ class Ranks:
         """
         if not self._failures:
             return [self._results[rank] for rank in range(self.nproc)]
-        root = root_first(self._failures.values())[0]
-        message = describe(list(self._failures.values()), self.nproc)
-        error = self._errors.get(root.rank)
+        message = describe(self.failures, self.nproc)
+        error = self._errors.get(self.failures[0].rank)
         if error is None:
             raise RankError(message)
         add_note(error, message)
