@@ -20,7 +20,7 @@ help:
 	@echo "make test-oldest the same on OLDEST, with the lowest versions that pyproject.toml allows"
 	@echo "make soak        the tests of faults in their long form: KILLS (1000), FLIPS (100000), HOSTILE (10000), LOSSES (200)"
 	@echo "make check       format, lint, types, architecture"
-	@echo "make bench       what the loop, its checkpoints, samples and engines cost, beside hand-written ones"
+	@echo "make bench       what the loop, its checkpoints, samples, engines and plans cost, the first ones beside hand-written ones"
 	@echo "make docs        write the generated pages again"
 	@echo "make pictures    draw the pictures of docs/pictures again; RUN=1 trains on sixteen engines first"
 	@echo "make site        build the site: site/dev, or site/0.2 with VERSION=0.2; serve it: python3 -m http.server -d site"
@@ -152,6 +152,7 @@ bench: .venv/.stamp
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/samples.py
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/plan.py
 
 docs: .venv/.stamp
 	for script in docs/generate_*.py; do $(BIN)/python $$script || exit 1; done

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import trainer_kit as tk
 from tests.planning import verified
 from trainer_kit.planning import fake_world as fake_world_module
-from trainer_kit.planning.fake_world import adapted, fake_mode, fake_world
+from trainer_kit.planning.fake_mode import FastFakeMode
+from trainer_kit.planning.fake_world import adapted, fake_world
 from trainer_kit.planning.memory_tracker import StepTracker
 
 
@@ -40,7 +41,7 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
         return plain(self, schema)
 
     def results():
-        mode = fake_mode()
+        mode = FastFakeMode()
         with fake_world(4), adapted():
             mesh = init_device_mesh("cpu", (4,))
             shapes = [(8, 4), (6,), (8, 4), (3, 2)] * 10
@@ -66,7 +67,7 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
 
 def test_waiting_for_a_collective_allocates_nothing():
     """The plan of a Llama on two tensor-parallel ranks counted its logits twice, a tenth of all memory."""
-    mode = fake_mode()
+    mode = FastFakeMode()
     tracker = StepTracker(mode, lambda *_: None)
     with fake_world(2), adapted(), mode, tracker:
         whole = torch.empty(1000)

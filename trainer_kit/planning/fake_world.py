@@ -31,8 +31,7 @@ from trainer_kit.strategies.process_group import ProcessGroup, broadcast_buffers
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
-    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_mode", "fake_module", "fake_world", "forget_layouts",
-    "unpacked",
+    "FakeReplicas", "adapted", "fake_batch", "fake_mail", "fake_module", "fake_world", "forget_layouts", "unpacked",
 ]  # fmt: skip
 
 
@@ -256,11 +255,6 @@ def unpacked(batch: Any) -> Iterator[None]:
         yield
     finally:
         masks.find_packed_sequence_indices = plain
-
-
-def fake_mode() -> FakeTensorMode:
-    """The mode in which tensors have no storage; real ones, such as constants of a module, may take part."""
-    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:

@@ -25,12 +25,12 @@ from trainer_kit.core.module import build_once
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.planning.candidates import axes_of, model_parallel, strategy_for
+from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.fake_world import (
     FakeReplicas,
     adapted,
     fake_batch,
     fake_mail,
-    fake_mode,
     fake_module,
     fake_world,
     unpacked,
@@ -143,7 +143,7 @@ class _Trial:
     ) -> None:
         self.module, self.batch, self.candidate = module, batch, candidate
         self.trainer, self.accelerator, self.size = trainer, accelerator, size
-        self.mode = fake_mode()
+        self.mode = FastFakeMode()
 
     def run(self) -> Measured:
         """Run the steps on a rank of each stage."""
@@ -402,7 +402,7 @@ def _calculated(
         precision: its precision.
         reason: why the step is not run.
     """
-    mode = fake_mode()
+    mode = FastFakeMode()
     copied = fake_module(module, mode)
     with adapted(), mode, precision.init_context():
         build_once(copied)

@@ -14,12 +14,13 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.records import CATEGORIES
 
 __all__ = ["StepTracker", "storages"]
@@ -58,7 +59,7 @@ def storages(values: object) -> Iterator[torch.UntypedStorage]:
 class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records allocations, the collectives and the floating-point operations of what runs inside it.
 
-    Enter it inside a ``FakeTensorMode``. Storages get their category when it is known: a gradient is one after the
+    Enter it inside its fake mode. Storages get their category when it is known: a gradient is one after the
     backward that made it, an activation when the backward begins and it is still there.
 
     Args:
@@ -66,7 +67,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         watch: called with every operator, its arguments and its result.
     """
 
-    def __init__(self, mode: FakeTensorMode, watch: Callable[[Any, Any, Any], None]) -> None:
+    def __init__(self, mode: FastFakeMode, watch: Callable[[Any, Any, Any], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._mode, self._watch = mode, watch
         self._numbers: dict[int, int] = {}  # the number of a storage that exists, by its address
@@ -78,6 +79,11 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = 0
         self._in_step = True
         self.flops = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled inside; torch would wrap each call, so that what it calls is not."""
+        return False
 
     # -- what exists ---------------------------------------------------------------------------------------------
 
@@ -129,13 +135,13 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operator on plain tensors; a subclass first turns its own into operators on its parts."""
         if func is _DEVICE:  # half of all calls: Tensor.device of a fake tensor
-            return func(*args)
+            return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
         if func is _WAIT:  # the fake operator allocates a second tensor; the real one returns its input
             return args[0]
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        out = self._mode.call(func, args, kwargs)
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)

@@ -28,7 +28,8 @@ from trainer_kit.data.place import generator_states, own_generators, restore_gen
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.candidates import check_word
 from trainer_kit.planning.estimate import Assumptions, step_samples
-from trainer_kit.planning.fake_world import adapted, fake_mode, fake_module
+from trainer_kit.planning.fake_mode import FastFakeMode
+from trainer_kit.planning.fake_world import adapted, fake_module
 from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.plan import Plan
 from trainer_kit.planning.records import Candidate, Measured
@@ -176,7 +177,7 @@ def _named(doing: str) -> Iterator[None]:
 
 def _built(module: nn.Module, trainer: Session) -> nn.Module:
     """A copy without values, with the layers of ``configure_model``; without them where that needs values."""
-    mode = fake_mode()
+    mode = FastFakeMode()
     copied: nn.Module = fake_module(module, mode)
     copied.trainer = trainer  # type: ignore[assignment]
     with suppress(Exception), adapted(), mode:  # user code, which the search runs again

@@ -15,7 +15,7 @@ from trainer_kit.core.device_table import Device
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import TrainModule
-from trainer_kit.launch.processes import run_beside
+from trainer_kit.launch.processes import no_garbage_in_forks, run_beside
 from trainer_kit.planning.estimate import Assumptions, Estimate, estimate_step, inner_ranks
 from trainer_kit.planning.records import CALCULATED, Candidate, Measured, Traffic
 from trainer_kit.training.session import nothing
@@ -108,7 +108,11 @@ def search(
         }
 
     searches = [partial(table, precision) for precision in question.precisions]
-    tables = run_beside(searches) if several else [one() for one in searches]
+    if several:
+        with no_garbage_in_forks():  # a pipeline collects garbage at each stage, and would look at all of the imports
+            tables = run_beside(searches)
+    else:
+        tables = [one() for one in searches]
     rows: list[Row] = []
     for world, strategies in words.items():
         own = [row for strategy in strategies for each in tables for row in each[world, strategy]]
