@@ -24,8 +24,9 @@ TESTS = ["tests/core", "tests/data", "tests/test_trainer.py", "tests/test_traine
 # torch says so of Python 3.13.0 when it compiles.
 QUICK = ["-m", "not slow", "-W", "ignore:Guards may run slower:RuntimeWarning"]
 # With torch 2.9: its remark on a function that it will replace, and tests of what is exact with a newer torch only.
+REMARK = ("-W", "ignore:Please use the new API settings:UserWarning")
 OLD = [
-    *("-W", "ignore:Please use the new API settings:UserWarning"),
+    *REMARK,
     *("-p", "torch.distributed.nn.jit.instantiator"),  # adds a directory to sys.path: not inside a test
     # counts Python calls, torch's with ours
     *("--deselect", "tests/data/test_sources.py::TestLists::test_one_process_iterates_the_list_itself"),
@@ -56,6 +57,9 @@ module = TinyModule()
 before = module.layer.weight.detach().clone()
 tk.Trainer(max_epochs=1, accelerator="cpu", devices=1).fit(module, [torch.randn(4, 32)] * 4)
 assert not torch.equal(before, module.layer.weight)
+plan = tk.Trainer(accelerator="cpu", devices=1).plan(module, [torch.zeros(4, 32)], world=[1, 8], device="h200")
+assert all(row.estimate for row in plan.rows), plan
+assert tk.Trainer(accelerator="cpu", devices=1).verify(TinyModule(), [torch.randn(4, 32)] * 4).ok
 """
 
 
@@ -138,7 +142,7 @@ def main() -> None:
         own = install(path, home, wheel, options.oldest)
         (home / "empty").mkdir()
         shown = call(own.with_name("trainer-kit"), "--version", cwd=home / "empty").strip()
-        call(own, "-W", "error", "-c", ALONE, cwd=home / "empty", OMP_NUM_THREADS="1")
+        call(own, "-W", "error", *(REMARK if options.oldest else ()), "-c", ALONE, cwd=home / "empty", OMP_NUM_THREADS="1")
         words = [*QUICK, *(OLD if options.oldest else ()), *TESTS]
         tested = call(own, "-m", "pytest", "-q", *words, cwd=source, OMP_NUM_THREADS="1")
         versions = call(own, "-c", "import sys, torch; print(sys.version.split()[0], 'torch', torch.__version__)")

@@ -182,17 +182,15 @@ def adapted() -> Iterator[None]:
     """
     recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
     from torch.distributed import pipelining
-    from torch.distributed.pipelining._utils import InferenceMode
 
     divides: Any = _fsdp_param
     joins: Any = DeviceMesh
     schedules: Any = pipelining.schedules
     stages: Any = schedules._PipelineSchedule
     plain: Any = torch.utils.swap_tensors
-    vote, exchange = stages._warmup_p2p, schedules._batch_p2p
-    concatenate, chunks = joins._concatenate, divides._chunk_with_empty
+    exchange, concatenate = schedules._batch_p2p, vars(joins).get("_concatenate")
     scalers: Any = torch.amp.GradScaler
-    step, log = scalers._maybe_opt_step, logging.getLogger(FakeTensorMode.__module__)
+    log = logging.getLogger(FakeTensorMode.__module__)
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
 
     def swap(kept: Any, converted: Any) -> None:
@@ -203,6 +201,8 @@ def adapted() -> Iterator[None]:
             kept.fake_device = converted.fake_device
 
     def know_shapes(schedule: Any, own: list[Any], *facts: Any) -> None:
+        from torch.distributed.pipelining._utils import InferenceMode
+
         for stage in own:
             stage._inference_mode = InferenceMode.STATIC
 
@@ -214,25 +214,38 @@ def adapted() -> Iterator[None]:
             made: DeviceMesh = concatenate(meshes)
             return made
 
+    replaced = _replaced(
+        (scalers, "_maybe_opt_step", lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)),
+        (torch.utils, "swap_tensors", swap),
+        (divides, "_chunk_with_empty", _Parts),
+        (stages, "_warmup_p2p", know_shapes),
+        (schedules, "_batch_p2p", hold),
+        (joins, "_concatenate", staticmethod(concatenate_outside)),
+    )
     log.disabled = True
-    scalers._maybe_opt_step = lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)
     torch._C._set_mkldnn_enabled(False)
-    torch.utils.swap_tensors = swap
-    divides._chunk_with_empty = _Parts
-    stages._warmup_p2p, schedules._batch_p2p = know_shapes, hold
-    joins._concatenate = staticmethod(concatenate_outside)
     propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(propagator.propagate_op_sharding_non_cached)
     try:
-        yield
+        with replaced:
+            yield
     finally:
         del propagator.propagate_op_sharding_non_cached  # the method of its class is found again
         log.disabled = False
-        scalers._maybe_opt_step = step
         torch._C._set_mkldnn_enabled(recurrent)
-        torch.utils.swap_tensors = plain
-        divides._chunk_with_empty = chunks
-        stages._warmup_p2p, schedules._batch_p2p = vote, exchange
-        joins._concatenate = staticmethod(concatenate)
+
+
+@contextmanager
+def _replaced(*parts: tuple[Any, str, Any]) -> Iterator[None]:
+    """Inside, attributes have other values; those that this release of torch does not have are left out."""
+    before = [(owner, name, vars(owner)[name]) for owner, name, _ in parts if name in vars(owner)]
+    for owner, name, value in parts:
+        if name in vars(owner):
+            setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 @contextmanager
