@@ -142,7 +142,16 @@ def main() -> None:
         own = install(path, home, wheel, options.oldest)
         (home / "empty").mkdir()
         shown = call(own.with_name("trainer-kit"), "--version", cwd=home / "empty").strip()
-        call(own, "-W", "error", *(REMARK if options.oldest else ()), "-c", ALONE, cwd=home / "empty", OMP_NUM_THREADS="1")
+        call(
+            own,
+            "-W",
+            "error",
+            *(REMARK if options.oldest else ()),
+            "-c",
+            ALONE,
+            cwd=home / "empty",
+            OMP_NUM_THREADS="1",
+        )
         words = [*QUICK, *(OLD if options.oldest else ()), *TESTS]
         tested = call(own, "-m", "pytest", "-q", *words, cwd=source, OMP_NUM_THREADS="1")
         versions = call(own, "-c", "import sys, torch; print(sys.version.split()[0], 'torch', torch.__version__)")
