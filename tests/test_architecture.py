@@ -40,7 +40,7 @@ LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COMPOSITION_ROOTS = {"build", "trainer", "accelerator", "__init__"}
 
 MAX_FILE, MAX_FUNCTION, MAX_PARAMETERS = 600, 60, 12
-MAX_PACKAGE = 52_922  # docs/decisions/0137: a change that needs more raises it, and says why
+MAX_PACKAGE = 52_924  # docs/decisions/0137: a change that needs more raises it, and says why
 TRANSLATED = re.compile(r"\b(nobody|whoever|anew|told|said|heard|let go of|stands for|goes on with)\b", re.IGNORECASE)
 MAX_DEPTH = 2
 CONTRACTS = {

@@ -285,6 +285,8 @@ def raises(error: BaseException) -> None:
         (FileNotFoundError(2, "not here", "data.bin"), FileNotFoundError, "[Errno 2] not here: 'data.bin'"),
         (ConfigurationError("no", found="1", fix="2"), ConfigurationError, "no\n  found: 1\n  fix:   2"),
         (Unpicklable(3, why="late"), RankError, "rank 1 of 2 failed"),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "'utf-8' codec can't decode"),
+        (SyntaxError("bad", ("f.py", 1, 2, "a b", 1, 3)), SyntaxError, "bad (f.py, line 1)"),
     ],
 )
 def test_the_error_of_a_process_is_torchs_too(error: Exception, kind: type[Exception], text: str) -> None:

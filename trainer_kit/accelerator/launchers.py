@@ -126,10 +126,12 @@ def _as_child_failure(error: BaseException, failures: Sequence[RankFailure], nam
     try:
         both: Any = type(kind.__name__, (kind, ChildFailedError), {"__module__": kind.__module__})
         made: Exception = both.__new__(both, *arguments)
-    except TypeError:
+        if kind.__module__ == "builtins":  # SyntaxError and others keep what they show outside of their attributes
+            kind.__init__(made, *arguments)
+    except Exception:  # of any class: a user's class decides how it is made
         return error
     vars(made).update(vars(error), name=name, failures=known)
-    return made
+    return made if str(made) == str(error) else error
 
 
 def _restarted(run: Callable[[], Any], restarts: int) -> Any:

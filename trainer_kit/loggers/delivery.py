@@ -576,7 +576,7 @@ class Deliveries:
 
 def _cpu_seconds(thread: threading.Thread | None) -> float:
     """The CPU time that a running thread has used; that of this process where the system does not tell."""
-    if thread is None or thread.ident is None:
+    if thread is None or thread.ident is None or not thread.is_alive():  # a fork has no threads of its parent
         return 0.0
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
