@@ -67,7 +67,7 @@ WIDE_CONSTRUCTORS = {
 FOREIGN_MEMBERS = {
     "Python, by its version, its platform or the kind of an object": """EDQUOT O_NOFOLLOW O_NONBLOCK SIGRTMAX SIGUSR1
         __all__ __code__ __dict__ __file__ __mro__ __name__ __notes__ __qualname__ __self__ _asdict _fields add_note
-        frozen func get_ipython last_value lineno memfd_create name node pidfd_open ps1 reconfigure renameat2 safe_path
+        frozen func get_ipython last_value memfd_create name node pidfd_open ps1 reconfigure renameat2 safe_path
         sched_getaffinity sysconf target targets""",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
         _clear_DTensor_sharding_propagator_cache

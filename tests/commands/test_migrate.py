@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import runpy
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
     assert call(tmp_path, "--check")[0] == 1
 
     code, output = call(tmp_path, "--write")
-    assert (code, output) == (0, "1 files read, 1 rewritten; 6 of 6 imported names exist here; 0 findings\n")
+    assert (code, output) == (0, "1 file read, 1 rewritten; 6 of 6 imported names exist here; 0 findings\n")
     moved = script.read_text()
     assert "lightning" not in moved
     kept = [line for line in SCRIPT.splitlines() if "lightning" not in line and "L.pytorch" not in line]
@@ -553,15 +554,18 @@ Callback.nothing_9
 
 
 def test_a_single_file_of_another_kind(tmp_path: Path) -> None:
-    script, notebook = tmp_path / "train", tmp_path / "train.ipynb"
+    script, data, notebook = tmp_path / "train", tmp_path / "train.csv", tmp_path / "train.ipynb"
     script.write_text("#!/usr/bin/env python\nfrom lightning import Trainer\n")
-    notebook.write_text("{}")
+    data.write_text("")
+    notebook.write_text('{"lightning": 1}')
     assert call(script, "--write")[0] == 0
     assert script.read_text() == "#!/usr/bin/env python\nfrom trainer_kit import Trainer\n"
+    code, output = call(data)
+    assert code == 2
+    assert "neither Python, YAML nor a notebook" in output
     code, output = call(notebook)
     assert code == 2
-    assert "neither Python nor YAML" in output
-    assert "jupyter nbconvert --to script" in output
+    assert "not a notebook of format 4" in output
 
 
 def test_without_libcst_the_command_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,3 +582,215 @@ def test_without_libcst_the_command_names_the_extra(tmp_path: Path, monkeypatch:
 def test_other_commands_do_not_import_libcst() -> None:
     code = "import sys, trainer_kit.commands.main; sys.exit('libcst' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=100, check=False).returncode == 0
+
+
+NOTEBOOK = {
+    "cells": [
+        {"cell_type": "markdown", "metadata": {}, "source": ["import lightning is only text here"]},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [],
+            "source": ["!pip install lightning torch\n", "import lightning as L\n", "%matplotlib inline\n", "L?"],
+        },
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["%%bash\n", "accelerate launch train.py"]},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [{"output_type": "stream", "name": "stdout", "text": ["café\n"]}],
+            "source": "%%time\ntrainer = L.pytorch.Trainer(gpus=2)\nfiles = !ls *.ckpt\nprint(f'{files}')",
+        },
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["print 'two'"]},
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["trainer._data_connector"]},
+    ],
+    "metadata": {},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+
+
+def test_notebooks_are_rewritten_and_reported_by_cell(tmp_path: Path) -> None:
+    file = tmp_path / "train.ipynb"
+    file.write_text(json.dumps(NOTEBOOK, indent=1, ensure_ascii=False) + "\n")
+    before = file.read_text()
+    code, output = call(file, "--check")
+    assert code == 1
+    assert file.read_text() == before
+    assert "train.ipynb cell 1:1: lightning is required" in output
+    assert "train.ipynb cell 3:2: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator=" in output
+    assert "train.ipynb cell 4:1: not read: " in output
+    assert "train.ipynb cell 5:1: Trainer._data_connector is private" in output
+
+    call(file, "--write")
+    imports = before.replace("import lightning as L", "import trainer_kit as L")
+    assert file.read_text() == imports.replace("L.pytorch.Trainer", "L.Trainer")
+    code, output = call(file, "--check")
+    assert "0 to rewrite" in output
+    assert "train.ipynb cell 5:1: Trainer._data_connector is private" in output
+
+
+def test_an_import_that_is_added_to_a_notebook_stands_in_its_first_cell(tmp_path: Path) -> None:
+    cells = ["from accelerate import Accelerator", "accelerator = Accelerator(gradient_accumulation_steps=4)"]
+    file = tmp_path / "train.ipynb"
+    document = {"cells": [{"cell_type": "code", "source": [cell]} for cell in cells], "nbformat": 4}
+    file.write_text(json.dumps(document))
+    call(file, "--write")
+    first, second = ("".join(cell["source"]) for cell in json.loads(file.read_text())["cells"])
+    assert first == "from trainer_kit import GradientAccumulationPlugin, Accelerator"
+    assert "fixed_divisor=True" in second
+
+
+def test_what_will_not_move_is_reported_after_the_move_too(tmp_path: Path) -> None:
+    text = """
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import EarlyStopping, Checkpoint
+
+class Net(pl.LightningModule):
+    def validation_epoch_end(self, outputs): ...
+
+trainer = pl.Trainer(gpus=2, callbacks=[EarlyStopping("loss", on_nan="stop")])
+trainer._data_connector
+pl.nothing
+path = "runs/last.ckpt"
+torch.load("best_model.ckpt")
+"""
+    before = [line.replace("lightning.pytorch.", "trainer_kit.") for line in report_of(text, tmp_path)]
+    file = tmp_path / "code.py"
+    call(file, "--write")
+    moved = file.read_text()
+    assert "lightning.pytorch" not in moved
+    assert report_of(moved, tmp_path) == before
+    assert call(file, "--check")[0] == 1
+    assert len([line for line in before if line[0].isdigit()]) == 9
+
+
+def test_fabric_below_an_alias_and_its_private_attributes(tmp_path: Path) -> None:
+    text = """
+import lightning as L
+import torch
+
+L.fabric.seed_everything(1)
+fabric = L.Fabric(accelerator="cpu", devices=1)
+fabric._loggers
+torch.save({}, "model.ckpt")
+torch.load("model.ckpt")
+"""
+    problems = [line for line in report_of(text, tmp_path) if line[0].isdigit()]
+    assert len(problems) == 1
+    assert problems[0].startswith("7: Fabric._loggers is private")
+    file = tmp_path / "code.py"
+    call(file, "--write")
+    moved = file.read_text()
+    assert moved == text.replace("import lightning as L", "import trainer_kit as L")
+    exec(moved.partition("fabric = ")[0], {})
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "lines"),
+    [
+        ("requirements.txt", "torch\n# lightning\npytorch-lightning>=2  # loop\naccelerate\nlightning-bolts", [3, 4]),
+        ("pyproject.toml", 'dependencies = ["torch", "lightning[extra]>=2.1",\n"accelerate~=1.0"]\n', [1, 2]),
+        ("setup.py", 'from setuptools import setup\nsetup(install_requires=["pytorch_lightning"])\n', [2]),
+        ("environment.yml", "dependencies:\n- python\n- conda-forge::lightning=2\n- pip:\n  - accelerate\n", [3, 5]),
+        ("run.sh", "python accelerate.py\naccelerate launch -n 2 train.py\npip install accelerate\n", [2, 3]),
+        ("Makefile", "train:\n\tpython -m accelerate.commands.launch train.py\n", [2]),
+    ],
+)
+def test_requirements_and_commands_are_reported(name: str, text: str, lines: list[int], tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    code, output = call(tmp_path, "--check")
+    assert code == 1
+    found = [line.removeprefix(f"{tmp_path / name}:") for line in output.splitlines() if line.startswith(str(tmp_path))]
+    assert [int(line.partition(":")[0]) for line in found] == lines
+    assert (tmp_path / name).read_text() == text
+    if name in ("run.sh", "Makefile"):
+        assert "trainer-kit launch" in output or "python -m trainer_kit launch" in output
+
+
+def test_configurations_of_other_frameworks(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    before = (
+        "lightning:\n  trainer:\n    gpus: 0,1\n    max_epochs: 3\n"
+        "callback:\n  target: pytorch_lightning.callbacks.ModelCheckpoint\n  params:\n    every: 3\n"
+        "logger:\n  _target_: hydra.utils.get_class\n  path: lightning.pytorch.loggers.CSVLogger\n"
+        "plugins: [lightning.pytorch.plugins.NothingHere]\nfile: logs/lightning.log\n"
+    )
+    file.write_text(before)
+    _, output = call(file, "--check")
+    assert "run.yaml:3: Trainer has no argument 'gpus' (gpus=0,1)\n    fix: accelerator=" in output
+    assert "run.yaml:8: ModelCheckpoint has no argument 'every' (every=3)\n" in output
+    assert "run.yaml:12: " in output
+    assert "3 findings" in output
+    call(file, "--write")
+    moved = before.replace("pytorch_lightning.callbacks", "trainer_kit.callbacks")
+    assert file.read_text() == moved.replace("lightning.pytorch.loggers", "trainer_kit.loggers")
+    assert "run.yaml:3: Trainer has no argument 'gpus'" in call(file, "--check")[1]
+
+
+def test_loggers_filters_and_stored_objects_are_reported(tmp_path: Path) -> None:
+    text = """
+import logging, warnings
+import torch
+import lightning.pytorch as pl
+from lightning.pytorch.utilities.imports import _OMEGACONF_AVAILABLE
+
+logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+warnings.filterwarnings("ignore", module="lightning.pytorch.trainer.*")
+logging.getLogger("mine")
+
+class Net(pl.LightningModule):
+    def __init__(self, lr):
+        super().__init__()
+        self.save_hyperparameters()
+        self.scaler = StandardScaler()
+        self.count = 3
+        self._hparams
+        self._device
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["scaler"] = self.scaler
+        checkpoint["count"] = self.count
+"""
+    found = report_of(text, tmp_path)
+    problems = [line for line in found if line[0].isdigit()]
+    assert [line.partition(":")[0] for line in problems] == ["5", "7", "8", "18", "21"]
+    assert 'fix: importlib.util.find_spec("omegaconf") is not None' in found
+    assert "fix: self.device" in found
+    assert "fix: 'trainer_kit.*'" in found
+    assert "self.scaler, an object of StandardScaler" in problems[-1]
+
+
+def test_a_base_class_in_a_file_that_names_no_package_is_read(tmp_path: Path) -> None:
+    (tmp_path / "base.py").write_text("import lightning as L\nclass Base(L.LightningModule): ...\n")
+    (tmp_path / "middle.py").write_text("from base import Base\nclass Middle(Base): ...\n")
+    (tmp_path / "net.py").write_text(
+        "from middle import Middle\nclass Net(Middle):\n    def validation_epoch_end(self, outputs): self.extra\n"
+    )
+    (tmp_path / "other.py").write_text("def patch(net):\n    net.extra = 3\n")
+    (tmp_path / "broken.py").write_text("print 'of no interest'\n")
+    _, output = call(tmp_path, "--check")
+    assert "net.py:3: " in output
+    assert "5 files read, 1 to rewrite" in output
+    assert "1 finding: 1 hook" in output
+
+
+@pytest.mark.slow
+def test_large_projects_are_rewritten_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer_kit.commands.migrate_files._MANY_BYTES", 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    for number in range(3):
+        (tmp_path / f"{number}.py").write_text(f"from lightning import Trainer  # {number}\n")
+    (tmp_path / "wrong.py").write_text("import lightning\nprint 'two'\n")
+    _, output = call(tmp_path, "--write")
+    assert "4 files read, 3 rewritten" in output
+    assert "wrong.py:2: not read: " in output
+    assert [(tmp_path / f"{n}.py").read_text() for n in range(3)] == [
+        f"from trainer_kit import Trainer  # {n}\n" for n in range(3)
+    ]
+
+
+@pytest.mark.slow
+def test_the_examples_of_this_library_have_no_findings() -> None:
+    code, output = call(Path(__file__).parents[2] / "examples", "--check")
+    assert (code, output.splitlines()[:-1]) == (0, [])

@@ -19,6 +19,7 @@ __all__ = [
     "Finding",
     "bound_names",
     "dotted",
+    "foreign",
     "imported",
     "look_up",
     "mentions",
@@ -36,8 +37,9 @@ PACKAGES: Final = {
     "lightning.pytorch": "trainer_kit",
     "lightning_fabric": "trainer_kit.fabric",
     "pytorch_lightning": "trainer_kit",
+    "trainer_kit": "trainer_kit",
 }
-"""By package of Lightning or Accelerate, the package here that has its names."""
+"""By package of Lightning or Accelerate, the package here that has its names; a file that was rewritten names ours."""
 _DOTTED: Final = re.compile(r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+")
 _MENTION: Final = re.compile(rf"\b(?:{'|'.join(name for name in PACKAGES if '.' not in name)})\b")
 
@@ -63,8 +65,13 @@ class Finding:
 
 
 def mentions(text: str) -> bool:
-    """Whether a text may name one of the packages."""
+    """Whether a text may name one of the packages, or this one."""
     return _MENTION.search(text) is not None
+
+
+def foreign(name: str) -> bool:
+    """Whether a dotted name is one of Lightning or Accelerate, and not of this library."""
+    return not name.startswith("trainer_kit") and renamed(name) is not None
 
 
 def renamed(name: str) -> str | None:

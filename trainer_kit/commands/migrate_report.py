@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import ast
-import copy
 import inspect
 import re
 import textwrap
-import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Final, NamedTuple, final
+from typing import Any, Final, final
 
-import yaml
 from torch import nn
 
 from trainer_kit.accelerator import Accelerator
@@ -21,6 +18,7 @@ from trainer_kit.commands.migrate_names import (
     PACKAGES,
     Finding,
     dotted,
+    foreign,
     imported,
     look_up,
     name_here,
@@ -29,201 +27,16 @@ from trainer_kit.commands.migrate_names import (
     renamed,
     visible_names,
 )
+from trainer_kit.commands.migrate_refusals import FACES, Answer, example_of, follow, wrong_arguments, wrong_members
+from trainer_kit.commands.migrate_yaml import Configured, configured
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.options import GradientAccumulationPlugin
-from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.errors import TrainerKitError, did_you_mean
-from trainer_kit.core.hooks import Callback, DataHooks, ModuleHooks
+from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
-from trainer_kit.core.registry import PRECISIONS, STRATEGIES
-from trainer_kit.core.signatures import check_hooks, check_overrides, takes
-from trainer_kit.core.yaml_guard import YamlProblem, guarded_root
-from trainer_kit.loggers.layout import DirectoryLogger
-from trainer_kit.precision.aliases import WORDS, make_precision
-from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.trainer import Trainer
 
-__all__ = ["Answer", "Project", "follow"]
-
-_STEPS: Final = {"training_step": 2, "validation_step": 3, "test_step": 3, "predict_step": 3}
-"""The most arguments that the loop passes to each step."""
-
-
-class Answer(NamedTuple):
-    """Why the library refuses something: the kind of thing, the problem, the fix."""
-
-    kind: str
-    problem: str
-    fix: str | None = None
-
-
-@final
-class _Shown(str):
-    """A value known only by its source text."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def _wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Answer]]:
-    """Yield the keyword arguments that a class or function of this library refuses, by name, with the reason.
-
-    Args:
-        callee: the class or function; it is not called.
-        given: by name, the value where it is a constant (else None), and its source.
-    """
-    try:
-        known = inspect.signature(callee).parameters
-    except (TypeError, ValueError):  # a builtin
-        return
-    takes_all = [name for name, parameter in known.items() if parameter.kind is parameter.VAR_KEYWORD]
-    if takes_all not in ([], ["unknown"]):  # what arrives in `unknown` is refused
-        return
-    for name, (value, source) in given.items():
-        try:
-            if name not in known:
-                _refuse_argument(callee, name, source, [each for each in known if each != "unknown"])
-            elif callee is Trainer and isinstance(value, (str, int)):
-                _check_word(name, value)
-        except TrainerKitError as error:
-            problem, fix = reason(error)
-            yield name, Answer("argument", f"{problem} ({name}={source})", fix)
-
-
-def _refuse_argument(callee: Any, name: str, source: str, known: Sequence[str]) -> None:
-    if isinstance(callee, type):
-        former = FORMER_ARGUMENTS if callee is Trainer else {}
-        constructor = next(vars(one)["__init__"] for one in callee.__mro__ if "__init__" in vars(one))
-        known_arguments(former)(constructor)(**{name: _Shown(source)})
-    fix = did_you_mean(name, known, otherwise="leave it out")
-    raise TrainerKitError(f"{callee.__name__} has no argument {name!r}", fix=fix)
-
-
-def _check_word(name: str, value: Any) -> None:
-    """Refuse values of Trainer arguments that are wrong on every device."""
-    if name == "strategy" and value != "auto" and value not in STRATEGIES.names():
-        STRATEGIES.get(value)
-    if name == "precision" and str(value).lower() not in WORDS and value not in PRECISIONS.names():
-        make_precision(value)
-
-
-def _wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Answer]]:
-    """Yield the members that the library refuses, trying each alone on a class without user code.
-
-    Args:
-        name: of the class.
-        bases: the classes of this library that it extends.
-        body: what it defines.
-    """
-    for member in body:
-        if isinstance(member, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            attribute, value = member.name, _stub(member)
-        elif isinstance(member, ast.Assign) and isinstance(member.targets[0], ast.Name):
-            attribute, value = member.targets[0].id, None
-        else:
-            continue
-        if value is None and not isinstance(member, ast.Assign):
-            continue
-        try:
-            wrong = _refused_member(name, bases, attribute, value)
-        except TypeError:  # these bases combine only with the user's own bases
-            return
-        if wrong is not None:
-            yield member, wrong
-
-
-def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) -> Answer | None:
-    """Why the library refuses one member of a class, when the class is created or when an object of it is used."""
-    try:
-        made = types.new_class(owner, bases, {}, lambda space: space.update({"__module__": "migrated", name: value}))
-        if specifications := [one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)]:
-            check_hooks(made, *specifications)
-        for root in (Callback, Strategy, DirectoryLogger):
-            check_overrides(made, root)
-    except TrainerKitError as error:
-        return Answer("hook", *reason(error))
-    return _uncallable(owner, name, value) if inspect.isfunction(value) and issubclass(made, TrainModule) else None
-
-
-def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
-    """Make a function with the parameters of a parsed one and an empty body; None for a property and the like."""
-    if any(
-        not isinstance(one, ast.Name) or one.id in ("property", "staticmethod", "classmethod")
-        for one in function.decorator_list
-    ):
-        return None
-    parameters = copy.deepcopy(function.args)
-    for one in [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, parameters.vararg, parameters.kwarg]:
-        if one is not None:
-            one.annotation = None
-    parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
-    parameters.kw_defaults = [one and ast.Constant(None) for one in parameters.kw_defaults]
-    made = ast.FunctionDef(function.name, parameters, [ast.Pass()], [], None, lineno=1, col_offset=0)
-    space: dict[str, Any] = {"__name__": "migrated"}
-    exec(compile(ast.fix_missing_locations(ast.Module([made], [])), "<stub>", "exec"), space)
-    return space[function.name]
-
-
-def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
-    """Why the loop cannot call an overridden method: it requires more arguments than the loop passes."""
-    original = vars(TrainModule).get(name)
-    if name in _STEPS:
-        counts = range(2, _STEPS[name] + 2)
-    elif inspect.isfunction(original) and not name.startswith("__"):
-        positional = [p for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-        counts = range(1, len(positional) + 1)
-    else:
-        return None
-    if any(takes(method, count) for count in counts):
-        return None
-    parameters = str(inspect.signature(method))
-    if "optimizer_idx" in parameters:
-        fix = (
-            "leave optimizer_idx out; several optimizers: configure_optimizers returns them by name and training_step "
-            "a loss for each name, or self.automatic_optimization = False"
-        )
-    else:
-        fix = f"at most {counts[-1] - 1} arguments are given"
-    return Answer("hook", f"{owner}.{name}{parameters} has the wrong parameters", fix)
-
-
-@cache
-def _example_of(kind: type) -> Any:
-    """A Trainer or an Accelerator without a run, for looking up attributes."""
-    return Trainer(accelerator="cpu", devices=1, barebones=True) if kind is Trainer else Accelerator(cpu=True)
-
-
-def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple[Any, Answer | None]:
-    """Follow a chain of attributes within this library; return the value, or why an attribute is refused.
-
-    Args:
-        value: the object to start from.
-        attributes: their names.
-        stored: whether the last one is assigned to.
-    """
-    for position, name in enumerate(attributes, 1):
-        owner = value.__name__ if isinstance(value, type) else type(value).__name__
-        if name.startswith("_") and not name.startswith("__"):
-            return None, Answer("private", f"{owner}.{name} is private: here it is absent or another thing")
-        own = getattr(type(value), name, None) if not isinstance(value, type) else None
-        if stored and position == len(attributes) and isinstance(own, property) and own.fset is None:
-            return None, Answer("attribute", f"{owner}.{name} cannot be set")
-        try:
-            value = getattr(value, name)
-        except AttributeError as error:
-            if stored and position == len(attributes) and name not in dir(type(value)):
-                return None, None  # a user-defined attribute
-            problem, fix = reason(error)
-            return None, Answer("attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None)
-        except Exception:  # the attribute exists only during a run
-            return None, None
-        if not type(value).__module__.startswith("trainer_kit") and position < len(attributes):
-            return None, None
-    return value, None
-
+__all__ = ["Project"]
 
 _FILE: Final = re.compile(r"\S*( \S*)?\.ckpt")  # a path, but no sentence that names one
 _CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGNORECASE)
@@ -237,6 +50,10 @@ _AS_PICKLE: Final = Answer(
     "checkpoint",
     "torch.load reads no checkpoint directory",
     "load_from_checkpoint(path), or trainer_kit.checkpoint.read_weights(path) for the state_dict alone",
+)
+_OBJECT_FIX: Final = (
+    "nothing if its class has a codec (modules, dataclasses, NumPy values have); else store its state_dict() or plain "
+    "values, or register one: trainer_kit.checkpoint.codec(Type, to_plain, from_plain)"
 )
 _STEPS_IN_LOSS: Final = Answer(
     "weights",
@@ -281,8 +98,22 @@ class _Source:
         except (ImportError, AttributeError):
             return None
 
+    def uses_trainer(self) -> bool:
+        """Whether the file is for Lightning's Trainer: it names a class that a Trainer runs, or nothing of Fabric."""
+        names = set(self.bound.values())
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Attribute):
+                names.add(self.new_name(node) or "")
+        if any(_is_of_trainer(name) for name in names):
+            return True
+        is_lightning = any(re.match(r"(pytorch_)?lightning\b", name) for name in names)
+        return is_lightning and not any("fabric" in name.lower() for name in names)
+
     def keeps_divisor(self, call: ast.Call) -> bool:
         """Whether a call asks Accelerate for accumulation, so that it is rewritten to divide losses in the same way."""
+        name = dotted(call.func) or ""
+        if not foreign(self.bound.get(name.partition(".")[0], "")):
+            return False  # it is written for this library
         callee = self.library(call.func)
         given = {one.arg: one.value for one in call.keywords}
         if callee is GradientAccumulationPlugin:
@@ -290,6 +121,19 @@ class _Source:
         steps = given.get("gradient_accumulation_steps")
         one = isinstance(steps, ast.Constant) and steps.value == 1
         return callee is Accelerator and not (steps is None or one or "gradient_accumulation_plugin" in given)
+
+
+@cache
+def _is_of_trainer(name: str) -> bool:
+    """Whether a dotted name is one of Lightning's, other than Fabric's, that runs under a Trainer."""
+    if name.startswith(("pytorch_lightning.", "lightning.pytorch.")):
+        return True
+    new = renamed(name)
+    try:
+        value = None if new is None else look_up(new)
+    except (ImportError, AttributeError):
+        return False
+    return isinstance(value, type) and issubclass(value, (Trainer, TrainModule, DataModule, Callback))
 
 
 @final
@@ -309,7 +153,9 @@ class Project:
         self._classes: dict[str, list[tuple[_Source, ast.ClassDef]]] = {}
         self._attributes: set[str] = set()
         self._called: set[str] = set()
-        self._found: list[Finding] = []
+        self._other_text = ""
+        self._findings: list[Finding] = []
+        self._subclasses: set[str] = set()
 
     def add_python(self, path: str, tree: ast.AST, bound: Mapping[str, str]) -> None:
         """Add a Python file and the names that its imports bind."""
@@ -334,40 +180,59 @@ class Project:
 
     def add_yaml(self, path: str, text: str) -> None:
         """Report classes of a configuration that do not exist here, and arguments that its classes do not take."""
-        try:
-            targets = list(_targets(guarded_root(text)))
-        except YamlProblem:
-            return
-        for node, arguments in targets:
-            new = renamed(node.value)
-            if new is None:
+        for part in configured(text):
+            if part.class_name is None:
+                self._report_former_arguments(path, part)
                 continue
             try:
-                callee = look_up(new)
+                callee = look_up(part.class_name)
             except (ImportError, AttributeError) as error:
-                self.report(path, node.start_mark.line + 1, Answer("configuration", *reason(error)))
+                self.report(path, part.line, Answer("configuration", *reason(error)))
                 continue
-            given = {key.value: (_constant(value), value.value) for key, value in arguments if _is_word(key)}
-            lines = {key.value: key.start_mark.line + 1 for key, _ in arguments}
-            steps = "gradient_accumulation_steps"
-            if callee is Accelerator and given.get(steps, ("1", ""))[0] != "1":
-                self.report(path, lines[steps], _OWN_DIVISOR)
-            for name, answer in _wrong_arguments(callee, given):
-                self.report(path, lines[name], answer)
+            steps = part.arguments.get("gradient_accumulation_steps")
+            if callee is Accelerator and steps is not None and steps.value != "1":
+                self.report(path, steps.line, _OWN_DIVISOR)
+            given = {name: (argument.value, argument.source) for name, argument in part.arguments.items()}
+            for name, answer in wrong_arguments(callee, given):
+                self.report(path, part.arguments[name].line, answer)
+
+    def _report_former_arguments(self, path: str, part: Configured) -> None:
+        """Report former arguments of Lightning's Trainer under a ``trainer:`` that names no class."""
+        former = {name: argument for name, argument in part.arguments.items() if name in FORMER_ARGUMENTS}
+        given = {name: (argument.value, argument.source) for name, argument in former.items()}
+        for name, answer in wrong_arguments(Trainer, given):
+            self.report(path, former[name].line, answer)
+
+    def add_text(self, text: str) -> None:
+        """Add the text of files that are not parsed: they name no class of the packages, but may define attributes."""
+        self._other_text += text
+
+    def new_subclasses(self) -> set[str]:
+        """The names of classes that extend one of the packages, without those that an earlier call has returned."""
+        names = {name for name, places in self._classes.items() if self._extends_a_package(places)}
+        new = names - self._subclasses
+        self._subclasses |= names
+        return new
+
+    def _extends_a_package(self, places: Sequence[tuple[_Source, ast.ClassDef]]) -> bool:
+        return any(self.bases(source, node)[0] for source, node in places)
 
     def findings(self) -> list[Finding]:
         """Everything that will not move."""
         for source in self._sources:
             _Reader(self, source).visit(source.tree)
-        return self._found
+        return self._findings
 
     def report(self, path: str, line: int, answer: Answer) -> None:
         """Add a finding."""
-        self._found.append(Finding(path, line, answer.kind, answer.problem, answer.fix or None))
+        self._findings.append(Finding(path, line, answer.kind, answer.problem, answer.fix or None))
 
     def defines(self, attribute: str) -> bool:
         """Whether the project defines or assigns this attribute anywhere."""
-        return attribute in self._attributes
+        if attribute in self._attributes:
+            return True
+        definition = rf"(?:\b(?:def|class)\s+|\.|[\"']){attribute}\b\s*(?:[(:\"']|=(?!=))"
+        return re.search(definition, self._other_text) is not None
 
     def calls(self, method: str) -> bool:
         """Whether the project itself calls a method of this name from a method of another name."""
@@ -396,30 +261,6 @@ class Project:
         return tuple(o for o in several if not any(o is not p and issubclass(p, o) for p in several)), known
 
 
-def _is_word(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.ScalarNode) and node.value.isidentifier() and not node.value.startswith("_")
-
-
-def _constant(node: yaml.Node) -> Any:
-    return node.value if isinstance(node, yaml.ScalarNode) and "$" not in node.value else None
-
-
-def _targets(node: yaml.Node | None) -> Iterator[tuple[yaml.ScalarNode, list[tuple[yaml.Node, yaml.Node]]]]:
-    """Each ``_target_`` and ``class_path`` below a node, with the arguments beside it."""
-    if isinstance(node, yaml.MappingNode):
-        values = {key.value: value for key, value in node.value if isinstance(key, yaml.ScalarNode)}
-        if isinstance(values.get("_target_"), yaml.ScalarNode):
-            yield values["_target_"], node.value
-        if isinstance(values.get("class_path"), yaml.ScalarNode):
-            arguments = values.get("init_args")
-            yield values["class_path"], arguments.value if isinstance(arguments, yaml.MappingNode) else []
-        for _, value in node.value:
-            yield from _targets(value)
-    elif isinstance(node, yaml.SequenceNode):
-        for value in node.value:
-            yield from _targets(value)
-
-
 @final
 class _Reader(ast.NodeVisitor):
     """Checks one file; infers types from imports, annotations, constructors and hooks."""
@@ -431,8 +272,8 @@ class _Reader(ast.NodeVisitor):
         """The variables known to hold a Trainer or an Accelerator, by dotted name."""
         self._own: tuple[tuple[type, ...], bool] = (), False
         """The bases of the class being read, and whether all of them are known."""
-        # Scripts for Accelerate choose the names of their own files.
-        self._lightning = any(old.partition(".")[0] != "accelerate" for old in source.bound.values())
+        # Scripts for Accelerate and Fabric choose the names of their own files.
+        self._has_trainer = source.uses_trainer()
 
     def _report(self, node: ast.stmt | ast.expr, answer: Answer | None) -> None:
         if answer is not None:
@@ -453,7 +294,7 @@ class _Reader(ast.NodeVisitor):
         for alias in node.names:
             old = f"{package}.{alias.name}"
             if alias.name == "__version__":
-                self._report(node, _VERSION)
+                self._report(node, _VERSION if foreign(package) else None)
             elif alias.name == "*" or old in PACKAGES:
                 self._import(node, old, lambda old=old: look_up(PACKAGES.get(old, new)))
             else:
@@ -465,7 +306,8 @@ class _Reader(ast.NodeVisitor):
             find()
         except (ImportError, AttributeError) as error:
             if needs(error) is None:
-                self._report(node, Answer("import", f"{old}: {reason(error)[0]}", reason(error)[1]))
+                problem, fix = reason(error)
+                self._report(node, Answer("import", f"{old}: {problem}", _fix_of_missing(old, fix)))
             else:
                 self._project.resolved += 1
             return
@@ -477,17 +319,35 @@ class _Reader(ast.NodeVisitor):
         outside, types = self._own, self._types
         bases, _ = self._own = self._project.bases(self._source, node)
         if bases:
-            self._lightning = True
-            for member, answer in _wrong_members(node.name, bases, node.body):
+            self._has_trainer = True
+            for member, answer in wrong_members(node.name, bases, node.body):
                 name = getattr(member, "name", "")
                 own = "is not a hook" in answer.problem or name.endswith("_dataloader")
                 if not own or not self._project.calls(name):
                     self._report(member, answer)
             if any(issubclass(base, (TrainModule, DataModule)) for base in bases):
                 self._types = {**types, "self.trainer": Trainer}
+            self._check_saved_objects(node)
         self._types = {**self._types, **self._held(node)}
         self.generic_visit(node)
         self._own, self._types = outside, types
+
+    def _check_saved_objects(self, node: ast.ClassDef) -> None:
+        """Report objects that ``on_save_checkpoint`` stores whole: attributes that hold an object of a class."""
+        objects = {}
+        for assignment in ast.walk(node):
+            if isinstance(assignment, ast.Assign) and isinstance(assignment.value, ast.Call):
+                class_name = (dotted(assignment.value.func) or "").rpartition(".")[2]
+                if class_name[:1].isupper():
+                    objects.update({dotted(target): class_name for target in assignment.targets})
+        hooks = (member for member in node.body if getattr(member, "name", "") == "on_save_checkpoint")
+        for statement in (statement for hook in hooks for statement in ast.walk(hook)):
+            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Subscript):
+                continue
+            name = dotted(statement.value)
+            if name in objects:
+                problem = f"on_save_checkpoint stores {name}, an object of {objects[name]}: checkpoints hold no pickle"
+                self._report(statement, Answer("checkpoint", problem, _OBJECT_FIX))
 
     def _held(self, node: ast.ClassDef) -> dict[str, type]:
         """The attributes to which the methods of a class assign a Trainer or an Accelerator, and nothing else."""
@@ -499,9 +359,9 @@ class _Reader(ast.NodeVisitor):
         return {name: kinds.pop() for name, kinds in made.items() if len(kinds) == 1 and None not in kinds}
 
     def _made_by(self, value: ast.expr) -> Any:
-        """`Trainer` or `Accelerator`, if an expression constructs one."""
+        """`Trainer`, `Accelerator` or `Fabric`, if an expression constructs one."""
         made = self._source.library(value.func) if isinstance(value, ast.Call) else None
-        return made if made in (Trainer, Accelerator) else None
+        return made if made in FACES else None
 
     def _visit_scope(self, node: ast.AST) -> None:
         """Read a scope, in which parameters and variables hide names from outside."""
@@ -534,7 +394,7 @@ class _Reader(ast.NodeVisitor):
             if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
                 annotation = _parsed(annotation.value)
             kind = None if annotation is None else self._source.library(annotation)
-            if kind in (Trainer, Accelerator):
+            if kind in FACES:
                 self._types[one.arg] = kind
             elif hook and place == 1 and len(parameters) > 1:
                 self._types[one.arg] = Trainer
@@ -567,7 +427,7 @@ class _Reader(ast.NodeVisitor):
         root, _, rest = name.partition(".")
         if root in self._source.bound:
             if rest == "__version__":
-                self._report(node, _VERSION)
+                self._report(node, _VERSION if foreign(self._source.bound[root]) else None)
             else:
                 self._check_name(node)
             return
@@ -583,13 +443,14 @@ class _Reader(ast.NodeVisitor):
             if isinstance(owner, ast.Attribute) and self._source.library(owner) is None:
                 self._check_name(owner)  # the first that is missing is reported
             elif needs(error) is None:
-                self._report(node, Answer("attribute", *reason(error)))
+                problem, fix = reason(error)
+                self._report(node, Answer("attribute", problem, _fix_of_missing(new, fix)))
 
     def _resolve(self, node: ast.Attribute, name: str) -> tuple[Any, Answer | None]:
         stored = not isinstance(node.ctx, ast.Load)
         for known, kind in self._types.items():
             if name.startswith(f"{known}."):
-                return follow(_example_of(kind), name[len(known) + 1 :].split("."), stored)
+                return follow(example_of(kind), name[len(known) + 1 :].split("."), stored)
         bases, known_all = self._own
         first, *rest = name.split(".")
         if first != "self" or not bases or not rest or self._project.defines(rest[0]):
@@ -599,7 +460,9 @@ class _Reader(ast.NodeVisitor):
             return getattr(base, rest[0], None) if len(rest) == 1 else None, None
         if not known_all or stored or hasattr(nn.Module, rest[0]):  # a callback may be a module as well
             return None, None
-        return None, Answer("attribute", f"nothing defines self.{rest[0]}: {base.__name__} has no such attribute")
+        public = rest[0].lstrip("_")
+        fix = f"self.{public}" if public in dir(base) else None
+        return None, Answer("attribute", f"nothing defines self.{rest[0]}: {base.__name__} has no such attribute", fix)
 
     def visit_Call(self, node: ast.Call) -> None:
         callee = self._source.library(node.func)
@@ -612,20 +475,39 @@ class _Reader(ast.NodeVisitor):
             if one.arg is not None
         }
         if callable(callee):
-            for argument, answer in _wrong_arguments(callee, given):
+            for argument, answer in wrong_arguments(callee, given):
                 line = next(one.value for one in node.keywords if one.arg == argument)
                 self._report(line, answer)
         if self._source.keeps_divisor(node):
             self._report(node, _KEPT_DIVISOR)
-        if self._lightning and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
+        if self._has_trainer and name == "torch.load" and _CHECKPOINT.search(ast.unparse(node)):
             self._report(node, _AS_PICKLE)
         first = node.args[0] if node.args else None
         if name is not None and _PROBES.search(name) and isinstance(first, ast.Constant):
             package = re.match(r"[\w.]*", str(first.value))
-            if package is not None and renamed(package[0]) is not None and name_here(package[0]) is None:
+            if package is not None and foreign(package[0]) and name_here(package[0]) is None:
                 problem = f"{name}({first.value!r}) asks for the other library"
                 self._report(node, Answer("probe", problem, "leave it out"))
+        self._check_log_filter(node, name)
         self.generic_visit(node)
+
+    def _check_log_filter(self, node: ast.Call, name: str | None) -> None:
+        """Report a logger or a filter of warnings that is chosen by the name of the other library."""
+        function = (name or "").rpartition(".")[2]
+        if function not in ("getLogger", "filterwarnings"):
+            return
+        for argument in [*node.args, *(keyword.value for keyword in node.keywords)]:
+            text = _constant_text(argument) or ""
+            package = re.match(r"\w+(?:\\?\.\w+)*", text)
+            if package is None or not foreign(package[0].replace("\\", "")):
+                continue
+            if function == "getLogger":
+                problem = f"getLogger({text!r}): this library prints its lines, and has no logger of this name"
+                fix = "leave it out; Trainer(enable_progress_bar=False, enable_model_summary=False) prints less"
+            else:
+                problem = f"filterwarnings selects {text!r}, and the warnings come from trainer_kit now"
+                fix = f"{text.replace(package[0], 'trainer_kit')!r}"
+            self._report(node, Answer("probe", problem, fix))
 
     def visit_BinOp(self, node: ast.BinOp) -> None:
         if isinstance(node.op, ast.Mult):
@@ -652,13 +534,24 @@ class _Reader(ast.NodeVisitor):
     def visit_Constant(self, node: ast.Constant) -> None:
         if not isinstance(node.value, str):
             return
-        if self._lightning and _FILE.fullmatch(node.value):
+        if self._has_trainer and _FILE.fullmatch(node.value):
             problem = f"{node.value!r}: checkpoints are directories, named without a suffix"
             self._report(node, Answer("checkpoint", problem, _AS_FILE))
         head, _, _ = node.value.partition(".")
         package = head if head in ("pytorch_lightning", "lightning_fabric") else ".".join(node.value.split(".")[:2])
-        if package in PACKAGES and re.fullmatch(r"\w+(\.\w+)+", node.value) and name_here(node.value) is None:
+        is_name = package in PACKAGES and foreign(package) and re.fullmatch(r"\w+(\.\w+)+", node.value)
+        if is_name and name_here(node.value) is None:
             self._report(node, Answer("string", f"{node.value!r} names nothing here"))
+
+
+def _fix_of_missing(name: str, fix: str | None) -> str | None:
+    """What to write for a name that this library lacks, where the library itself suggests none."""
+    flag = re.search(r"\._?(\w+)_AVAILABLE$", name)
+    if flag is not None:
+        return f'importlib.util.find_spec("{flag[1].lower()}") is not None'
+    if fix is not None and not fix.startswith("dir("):
+        return fix
+    return "copy it into your code, or keep this import of the other library: it has no counterpart here"
 
 
 def _parsed(text: str) -> ast.expr | None:
@@ -685,8 +578,28 @@ def _gets_trainer(hook: str) -> bool:
 
 @cache
 def _assigned(base: type) -> frozenset[str]:
-    """The public attributes that the methods of a class and of its bases here assign."""
-    ours = [one for one in base.__mro__ if one.__module__.startswith("trainer_kit.")]
-    nodes = (node for one in ours for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(one)))))
-    stored = (node for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
-    return frozenset(node.attr for node in stored if dotted(node) == f"self.{node.attr}" and node.attr[0] != "_")
+    """The attributes that the methods of a class and of its bases here assign: public ones, and keys of __dict__."""
+    names: set[str] = set()
+    for cls in base.__mro__:
+        if not cls.__module__.startswith("trainer_kit."):
+            continue
+        for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(cls)))):
+            name = _assigned_by(node)
+            if name is not None:
+                names.add(name)
+    return frozenset(names)
+
+
+def _assigned_by(node: ast.AST) -> str | None:
+    """The attribute of ``self`` that one node assigns."""
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node) == f"self.{node.attr}":
+        return None if node.attr.startswith("_") else node.attr
+    if isinstance(node, ast.Call) and dotted(node.func) == "self.__dict__.setdefault":
+        return _constant_text(node.args[0])
+    if isinstance(node, ast.Subscript) and dotted(node.value) == "self.__dict__":
+        return _constant_text(node.slice)
+    return None
+
+
+def _constant_text(node: ast.AST) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None

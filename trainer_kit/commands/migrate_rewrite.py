@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Final, final
 
@@ -12,26 +11,9 @@ from libcst.codemod.visitors import AddImportsVisitor
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import ImportAssignment, MetadataWrapper, ScopeProvider
 
-from trainer_kit.commands.migrate_names import PACKAGES, name_here, renamed
+from trainer_kit.commands.migrate_names import PACKAGES, foreign, name_here, renamed
 
-__all__ = ["TARGET", "rewrite_python", "rewrite_yaml"]
-
-TARGET: Final = re.compile(r"""\b(?:_target_|class_path)["']?\s*:\s*["']?([A-Za-z_][\w.]*\w)""")
-"""The name of a class in a configuration of Hydra or of Lightning's command line."""
-
-
-def rewrite_yaml(text: str) -> str:
-    """Replace each ``_target_`` and ``class_path`` by the class of this library, where it has one.
-
-    Example:
-        >>> rewrite_yaml("_target_: lightning.pytorch.Trainer  # the loop")
-        '_target_: trainer_kit.Trainer  # the loop'
-    """
-
-    def replace(found: re.Match[str]) -> str:
-        return found[0][: found.start(1) - found.start()] + (name_here(found[1]) or found[1])
-
-    return TARGET.sub(replace, text)
+__all__ = ["rewrite_python"]
 
 
 def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
@@ -51,7 +33,11 @@ def rewrite_python(source: bytes, bound: Mapping[str, str]) -> bytes:
         b'import trainer_kit as L  # ours now'
     """
     rewrite = _Rewrite(bound)
-    module = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True).visit(rewrite)
+    module = cst.parse_module(source)
+    if rewrite.needs_scopes(source):
+        module = MetadataWrapper(module, unsafe_skip_copy=True).visit(rewrite)
+    else:
+        module = module.visit(rewrite)
     if rewrite.lacks_plugin:
         context = CodemodContext()
         AddImportsVisitor.add_needed_import(context, "trainer_kit", "GradientAccumulationPlugin")
@@ -99,13 +85,20 @@ _EQUAL: Final = cst.AssignEqual(cst.SimpleWhitespace(""), cst.SimpleWhitespace("
 @final
 class _Rewrite(cst.CSTTransformer):
     METADATA_DEPENDENCIES = (ScopeProvider,)
+    """Scopes cost two thirds of the time; a file is visited without them if it needs none."""
 
     def __init__(self, bound: Mapping[str, str]) -> None:
         super().__init__()
         self._bound = bound
         self.lacks_plugin = False
         # Packages that are imported under their own names: each use of these names changes too.
-        self._plain = {name: PACKAGES[name] for name, old in bound.items() if name == old and name in PACKAGES}
+        self._plain = {name: PACKAGES[name] for name, old in bound.items() if name == old and foreign(name)}
+
+    def needs_scopes(self, source: bytes) -> bool:
+        """Whether names in the file must be distinguished from parameters and variables of the same spelling."""
+        names_accelerate = any(name.partition(".")[0] == "accelerate" for name in self._bound.values())
+        subpackages = b".fabric" in source or b".pytorch" in source
+        return bool(self._plain) or names_accelerate or (subpackages and "lightning" in self._bound.values())
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False
@@ -149,9 +142,11 @@ class _Rewrite(cst.CSTTransformer):
         new = PACKAGES.get(f"{self._bound[root]}.{rest}") if root in self._bound and rest else None
         if new is None or not self._is_imported(_root_of(original_node)):
             return updated_node.with_changes(attr=original_node.attr)
-        # `L.pytorch` is L itself.
-        same = new == renamed(self._bound[root]) and root not in self._plain
-        return cst.Name(root) if same else _expression(new)
+        package = renamed(self._bound[root])
+        if package is None or root in self._plain:
+            return _expression(new)
+        # Under `import lightning as L`, `L.pytorch` is L itself and `L.fabric` stays below L.
+        return _expression(root + new[len(package) :])
 
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         root, dot, rest = _name_of(original_node.func).partition(".")

@@ -1,0 +1,151 @@
+"""The code cells of a Jupyter notebook as one Python source, and back."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from typing import Any, Final, final
+
+from trainer_kit.core.errors import ConfigurationError
+
+__all__ = ["Notebook"]
+
+_CELL: Final = "#%% cell "
+_MAGIC: Final = "pass  #%% magic "
+_MAGIC_LINE: Final = re.compile(r"(?P<indent>\s*)(?P<text>[%!?].*|[^#'\"]*\?{1,2}\s*|[\w, ]+=\s*[%!].*)")
+"""A line of IPython: ``%matplotlib inline``, ``!pip install x``, ``object?``, ``files = !ls``."""
+_HIDDEN: Final = re.compile(rf"(?P<indent>\s*){re.escape(_MAGIC)}(?P<text>.*)")
+_PYTHON_MAGICS: Final = ("%%capture", "%%time", "%%timeit", "%%prun")
+"""Cell magics that run the rest of the cell as Python."""
+
+
+@final
+class Notebook:
+    """A notebook whose Python can be read and rewritten as one module.
+
+    Names that an earlier cell imports are visible in later ones, as in a module. Lines of IPython are replaced by a
+    statement without effect; cells in another language, and cells that are not valid Python, are left out.
+
+    Args:
+        content: the bytes of the ``.ipynb`` file.
+
+    Attributes:
+        source: the Python of all its code cells.
+        commands: the lines of IPython, each with its line in ``source``.
+        unread: by cell number from 1, why a code cell is left out.
+
+    Raises:
+        ConfigurationError: the file is not a notebook of format 4.
+
+    Example:
+        >>> cells = [{"cell_type": "code", "source": ["%pylab\\n", "import lightning as L"]}]
+        >>> notebook = Notebook(json.dumps({"nbformat": 4, "cells": cells}).encode())
+        >>> print(notebook.source)
+        #%% cell 1
+        pass  #%% magic %pylab
+        import lightning as L
+        >>> notebook.locate(3)
+        (1, 2)
+    """
+
+    def __init__(self, content: bytes) -> None:
+        text = content.decode("utf-8")
+        try:
+            self._document: Any = json.loads(text)
+            cells: list[dict[str, Any]] = self._document["cells"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigurationError("this is not a notebook of format 4", found=str(error)) from error
+        indent = re.search(r"\n( +)\"", text)
+        self._indent = len(indent[1]) if indent else None
+        self._final_newline = "\n" if text.endswith("\n") else ""
+        self._ascii = text.isascii()
+        self._cells: dict[int, dict[str, Any]] = {}
+        self._starts: dict[int, int] = {}
+        self.unread: dict[int, str] = {}
+        self.commands: list[tuple[int, str]] = []
+        lines: list[str] = []
+        code_cells = (cell for cell in cells if cell.get("cell_type") == "code")
+        for number, cell in enumerate(code_cells, 1):
+            body = self._python_of(number, cell)
+            if body is None:
+                continue
+            lines.append(f"{_CELL}{number}")
+            self._cells[number] = cell
+            self._starts[number] = len(lines)
+            for line in body:
+                hidden = _HIDDEN.fullmatch(line)
+                if hidden is not None:
+                    self.commands.append((len(lines) + 1, hidden["text"]))
+                lines.append(line)
+        self.source = "\n".join(lines)
+
+    def _python_of(self, number: int, cell: dict[str, Any]) -> list[str] | None:
+        """The lines of a cell with IPython hidden; None for a cell that is empty or left out."""
+        lines = _text_of(cell).split("\n")
+        first = lines[0].strip()
+        if first.startswith("%%") and not first.startswith(_PYTHON_MAGICS):
+            return None
+        if not any(line.strip() for line in lines):
+            return None
+        body = "\n".join(lines)
+        if not _parses(body):  # a valid cell has no IPython, also where a text looks like it
+            lines = [_hide(line) for line in lines]
+            body = "\n".join(lines)
+        try:
+            ast.parse(body)
+        except SyntaxError as error:
+            self.unread[number] = f"not read: {error.msg} (line {error.lineno} of the cell)"
+            return None
+        return lines
+
+    def locate(self, line: int) -> tuple[int, int]:
+        """The number of the code cell that holds a line of ``source``, and the line within the cell; both from 1."""
+        number = max((cell for cell, start in self._starts.items() if start < line), default=1)
+        return number, max(1, line - self._starts.get(number, 0))
+
+    def with_source(self, source: str) -> bytes:
+        """The notebook's file with rewritten code; outputs, metadata and formatting are kept.
+
+        Args:
+            source: ``self.source`` after a rewrite; the comments that separate cells must still be there.
+        """
+        bodies: dict[int, list[str]] = {}
+        heading: list[str] = []  # lines that the rewrite has added before the first cell
+        current = heading
+        for line in source.split("\n"):
+            if line.startswith(_CELL):
+                current = bodies.setdefault(int(line.removeprefix(_CELL)), [])
+                current += heading
+                heading = []
+            else:
+                hidden = _HIDDEN.fullmatch(line)
+                current.append(line if hidden is None else hidden["indent"] + hidden["text"])
+        for number, body in bodies.items():
+            _store(self._cells[number], "\n".join(body))
+        text = json.dumps(self._document, indent=self._indent, ensure_ascii=self._ascii)
+        return (text + self._final_newline).encode("utf-8")
+
+
+def _text_of(cell: dict[str, Any]) -> str:
+    source = cell.get("source", "")
+    return source if isinstance(source, str) else "".join(source)
+
+
+def _store(cell: dict[str, Any], text: str) -> None:
+    if text == _text_of(cell):
+        return
+    cell["source"] = text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
+
+
+def _parses(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def _hide(line: str) -> str:
+    magic = _MAGIC_LINE.fullmatch(line)
+    return line if magic is None else f"{magic['indent']}{_MAGIC}{magic['text']}"
