@@ -8,6 +8,7 @@ from datetime import timedelta
 
 import pytest
 
+import trainer_kit as tk
 from trainer_kit import Duration, Progress
 from trainer_kit.core.errors import DurationError
 
@@ -165,3 +166,16 @@ def test_an_unknown_count_is_not_changed():
 def test_a_misspelt_count_is_an_error():
     with pytest.raises(AttributeError):
         Progress().steps = 1
+
+
+@pytest.mark.parametrize(
+    ("text", "written"),
+    [("3 epochs", "3ep"), ("1e6 samples", "1e6sp"), ("5000 batches", "5000ba"), ("20steps", "20st"), ("2 hours", "2h")],
+)
+def test_a_unit_in_full_is_answered_with_its_abbreviation(text, written):
+    with pytest.raises(DurationError, match="abbreviated") as caught:
+        Duration.parse(text)
+    assert caught.value.fix == f'write "{written}"'
+    with pytest.raises(DurationError, match=f'write "{written}"'):
+        tk.Trainer(max_duration=text)
+    assert Duration.parse(written)

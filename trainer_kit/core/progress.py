@@ -62,6 +62,18 @@ class Progress:
 
 _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _COUNTER: Final = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
+_ABBREVIATIONS: Final = {
+    **dict.fromkeys(("epoch", "epochs"), "ep"),
+    **dict.fromkeys(("batch", "batches"), "ba"),
+    **dict.fromkeys(("step", "steps"), "st"),
+    **dict.fromkeys(("sample", "samples"), "sp"),
+    **dict.fromkeys(("token", "tokens"), "tok"),
+    **dict.fromkeys(("sec", "secs", "second", "seconds"), "s"),
+    **dict.fromkeys(("mins", "minute", "minutes", "m"), "min"),
+    **dict.fromkeys(("hr", "hrs", "hour", "hours"), "h"),
+    **dict.fromkeys(("day", "days"), "d"),
+}
+"""By word that people write for a unit, the unit."""
 _CLOCK: Final = re.compile(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*")
 _PATTERN: Final = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]+)\s*")
 
@@ -151,6 +163,11 @@ class Duration:
                 fix='write "3ep", "5000ba", "1e9tok", "2h", "00:02:00:00", "0.3dur"',
             )
         number, name = float(match[1].replace("_", "")), match[2]
+        abbreviation = _ABBREVIATIONS.get(name)
+        if abbreviation is not None:
+            raise DurationError(
+                "units of a duration are abbreviated", found=repr(length), fix=f'write "{match[1]}{abbreviation}"'
+            )
         if name in _SECONDS:
             return cls(number * _SECONDS[name], "s")
         return cls(_whole(number, name), name)

@@ -30,6 +30,8 @@ class Assumptions:
         efficiency: the share of the device's peak that the model's products reach.
         bandwidth: the share of memory, link and network bandwidths that is reached.
         latency: seconds that each collective takes beside its bytes.
+        launch: seconds from the launch of one operator to that of the next, in Python and the driver. A step takes no
+            less than this for all its operators, which decides the speed of small models.
         price: of a device for an hour, in any currency; None: no cost.
         tokens: tokens of a sample; None: cost and speed are per sample.
     """
@@ -37,6 +39,7 @@ class Assumptions:
     efficiency: float = 0.5
     bandwidth: float = 0.8
     latency: float = 2e-5
+    launch: float = 5e-6
     price: float | None = None
     tokens: float | None = None
 
@@ -48,9 +51,10 @@ class Assumptions:
                 found=f"efficiency={self.efficiency}, bandwidth={self.bandwidth}",
                 fix="pass numbers above 0 and at most 1",
             )
-        if not (self.latency >= 0 and (self.price is None or self.price >= 0)):
+        if not (self.latency >= 0 and self.launch >= 0 and (self.price is None or self.price >= 0)):
             raise ConfigurationError(
-                "latency and price must not be negative", found=f"latency={self.latency}, price={self.price}"
+                "latency, launch and price must not be negative",
+                found=f"latency={self.latency}, launch={self.launch}, price={self.price}",
             )
 
 
@@ -60,8 +64,9 @@ class Estimate:
     """The estimated time of one optimizer step, and what follows from it.
 
     Attributes:
-        seconds: of a step: the larger of ``compute`` and ``hidden``, plus all other parts.
+        seconds: of a step: the largest of ``compute``, ``hidden`` and ``launching``, plus all other parts.
         compute: of products, with the bubble of a pipeline.
+        launching: of launching every operator.
         hidden: of collectives that overlap with computation.
         exposed: of collectives that computation waits for.
         update: of the optimizer, which reads and writes its tensors once; with offload, their transfer.
@@ -73,6 +78,7 @@ class Estimate:
 
     seconds: float
     compute: float
+    launching: float
     hidden: float
     exposed: float
     update: float
@@ -126,6 +132,7 @@ def estimate_step(
     """
     candidate = measured.candidate
     compute = measured.flops / (peak * assumptions.efficiency) * _bubble(candidate)
+    launching = measured.operators * assumptions.launch
     hidden = exposed = 0.0
     for one in measured.traffic:
         seconds = _seconds(one, candidate, device) / assumptions.bandwidth + one.count * assumptions.latency
@@ -134,7 +141,7 @@ def estimate_step(
         else:
             exposed += seconds
     update = _update(measured, device) / assumptions.bandwidth
-    seconds = max(compute, hidden) + exposed + update
+    seconds = max(compute, hidden, launching) + exposed + update
     samples = step_samples(candidate) / seconds if seconds else 0.0
     tokens = None if assumptions.tokens is None else samples * assumptions.tokens
     rate = samples if tokens is None else tokens
@@ -143,6 +150,7 @@ def estimate_step(
     return Estimate(
         seconds=seconds,
         compute=compute,
+        launching=launching,
         hidden=hidden,
         exposed=exposed,
         update=update,

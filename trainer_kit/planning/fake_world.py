@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Final, final
@@ -309,10 +309,14 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
 
 
 def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None = None) -> Any:
-    """A batch of another size without storage: the first dimension of its tensors becomes ``samples``.
+    """A batch of another size without storage: the dimension of its tensors that counts samples becomes ``samples``.
+
+    That is the first dimension if the batch has tensors whose first size is the number of samples. Otherwise it is the
+    only other dimension of that size (sequences first); without one, the first dimension grows in proportion (nodes of
+    graphs, packed sequences, two views of each sample).
 
     Args:
-        batch: a tree of tensors and other values; those without a first dimension of the batch's size stay.
+        batch: a tree of tensors and other values; those without a dimension of samples stay.
         samples: the new size.
         mode: the mode that the copies belong to.
         size: the samples in the batch; None: the rows of its first tensor.
@@ -321,12 +325,12 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
         TypeError: the batch has an object that can be moved to a device, and shows no tensors.
     """
     size = size or batch_size_of(batch)
+    lists = _resized_lists(batch, size, samples)
+    samples_first = lists is not batch or any(tensor.shape[:1] == (size,) for tensor in tensors_of(batch))
 
     def resized(value: Any) -> Any:
         if isinstance(value, Tensor):
-            shape = list(value.shape)
-            if shape and shape[0] == size:
-                shape[0] = samples
+            shape = _resized_shape(value.shape, size, samples, samples_first)
             with mode:
                 return torch.empty(shape, dtype=value.dtype, device="cpu")
         if not isinstance(value, MutableMapping):
@@ -336,7 +340,22 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
             own[key] = map_movable(part, resized)
         return own
 
-    return map_movable(_resized_lists(batch, size, samples), resized)
+    return map_movable(lists, resized)
+
+
+def _resized_shape(shape: Sequence[int], size: int, samples: int, samples_first: bool) -> list[int]:
+    """The shape of a tensor for another number of samples; see `fake_batch`."""
+    resized = list(shape)
+    if not resized:
+        return resized
+    if samples_first:
+        if resized[0] == size:
+            resized[0] = samples
+    elif resized.count(size) == 1:
+        resized[resized.index(size)] = samples
+    else:
+        resized[0] = -(-resized[0] * samples // size)
+    return resized
 
 
 def _resized_lists(value: Any, size: int, samples: int) -> Any:

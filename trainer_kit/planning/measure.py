@@ -7,7 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -35,7 +35,7 @@ from trainer_kit.planning.fake_world import (
     fake_world,
     unpacked,
 )
-from trainer_kit.planning.memory_tracker import StepTracker
+from trainer_kit.planning.memory_tracker import Mark, StepTracker
 from trainer_kit.planning.records import CALCULATED, CATEGORIES, Candidate, Measured, Traffic
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
@@ -129,6 +129,18 @@ def _line_of(error: Exception) -> str:
 
 
 @final
+@dataclass(frozen=True, kw_only=True)
+class _Role:
+    """What a step needs on one rank; see `Measured`."""
+
+    memory: dict[str, int]
+    host: int
+    traffic: tuple[Traffic, ...]
+    flops: int
+    operators: int
+
+
+@final
 class _Trial:
     """One candidate, with what its steps are run on."""
 
@@ -156,16 +168,17 @@ class _Trial:
             notes += ("of the stages, traffic and operations are those of the one that has most",)
         return Measured(
             candidate=candidate,
-            memory=tuple(memory for memory, _, _, _ in roles),
-            host=max(host for _, host, _, _ in roles),
-            traffic=max((traffic for _, _, traffic, _ in roles), key=lambda sent: sum(one.bytes for one in sent)),
-            flops=max(flops for _, _, _, flops in roles),
+            memory=tuple(role.memory for role in roles),
+            host=max(role.host for role in roles),
+            traffic=max((role.traffic for role in roles), key=lambda sent: sum(one.bytes for one in sent)),
+            flops=max(role.flops for role in roles),
+            operators=max(role.operators for role in roles),
             exact=True,
             notes=notes,
         )
 
-    def _role(self, rank: int, box: dict[int, list[Any]]) -> tuple[dict[str, int], int, tuple[Traffic, ...], int]:
-        """Run the steps on one rank; returns its memory, bytes in host memory, traffic and operations."""
+    def _role(self, rank: int, box: dict[int, list[Any]]) -> _Role:
+        """Run the steps on one rank."""
         candidate = self.candidate
         strategy = strategy_for(candidate)
         precision = choose_precision(candidate.precision, None, strategy)
@@ -177,17 +190,22 @@ class _Trial:
             tracker = StepTracker(self.mode, counter.see)
             try:
                 run = self._composed(strategy, precision)
-                since, flops = self._steps(run, tracker, counter)
+                since = self._steps(run, tracker, counter)
                 run.micro.release()
             finally:
                 strategy.stop()
         host = _HOST if candidate.offload and self.accelerator != "cpu" else ()  # on a CPU it is the same memory
-        on_host = tracker.peak(since, left_out=set(CATEGORIES) - set(host)) if host else {}
-        memory = tracker.peak(since, left_out=host)
-        return memory, sum(on_host.values()), counter.traffic(), tracker.flops - flops
+        on_host = tracker.peak(since.events, left_out=set(CATEGORIES) - set(host)) if host else {}
+        return _Role(
+            memory=tracker.peak(since.events, left_out=host),
+            host=sum(on_host.values()),
+            traffic=counter.traffic(),
+            flops=tracker.flops - since.flops,
+            operators=tracker.operators - since.operators,
+        )
 
-    def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> tuple[int, int]:
-        """Run all steps; return the places in the tracker's record where the last one began."""
+    def _steps(self, run: Fit, tracker: StepTracker, counter: TrafficCounter) -> Mark:
+        """Run all steps; return the place in the tracker's record where the last one began."""
         optimizers: Sequence[Optimizer] = run.stepper.made.optimizers
         if self.accelerator != "cpu":
             _step_together(optimizers)
@@ -200,11 +218,11 @@ class _Trial:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(note)
         tracker.note_state(held, optimizers)
-        since = flops = 0
+        since = tracker.mark()
         with unpacked(self.batch), self.mode, tracker, tracker.resizes():
             for index, _ in enumerate(run.windows.epoch(run.progress)):
                 if index == _WARM_UP:
-                    since, flops = tracker.mark(), tracker.flops
+                    since = tracker.mark()
                     counter.restart()
                 tracker.note(list(tensors_of(run.micro.batches)), "activations")
                 run.forward_backward(run.micro)
@@ -213,7 +231,7 @@ class _Trial:
                     run.stepper.step()
                 tracker.note_state(held, optimizers)
                 run.progress.step += 1
-        return since, flops
+        return since
 
     def _composed(self, strategy: Strategy, precision: Precision) -> Fit:
         """The fit of a copy of the module, as `EntryPoint` composes it, without files, callbacks and validation."""

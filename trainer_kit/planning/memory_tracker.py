@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final, final
+from typing import Any, Final, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from trainer_kit.planning.fake_mode import FastFakeMode
 from trainer_kit.planning.records import CATEGORIES
 
-__all__ = ["StepTracker", "storages"]
+__all__ = ["Mark", "StepTracker", "storages"]
 
 _PLAIN: Final = (Tensor, nn.Parameter, FakeTensor, nn.Buffer)
 _aten = torch.ops.aten
@@ -55,6 +55,14 @@ def storages(values: object) -> Iterator[torch.UntypedStorage]:
                 yield leaf.untyped_storage()
 
 
+class Mark(NamedTuple):
+    """A place in the record of a `StepTracker`: what had been counted before it."""
+
+    events: int
+    flops: int
+    operators: int
+
+
 @final
 class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records allocations, the collectives and the floating-point operations of what runs inside it.
@@ -79,6 +87,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count = 0
         self._in_step = True
         self.flops = 0
+        self.operators = 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -142,6 +151,7 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         kwargs = kwargs or {}
         out = self._mode.call(func, args, kwargs)
+        self.operators += not func.is_view
         count = _FLOPS.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **kwargs, out_val=out)
@@ -190,15 +200,15 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # -- the result ----------------------------------------------------------------------------------------------
 
-    def mark(self) -> int:
-        """A place in the record, for `peak`."""
-        return len(self._events)
+    def mark(self) -> Mark:
+        """The place that the record has reached."""
+        return Mark(len(self._events), self.flops, self.operators)
 
     def peak(self, since: int, left_out: Collection[str] = ()) -> dict[str, int]:
         """Bytes by category when the device held most, after ``since``.
 
         Args:
-            since: a place, see `mark`.
+            since: the number of events before the step, from `mark`.
             left_out: the categories that do not count, because their tensors are elsewhere.
         """
         now: Counter[str] = Counter()

@@ -22,10 +22,8 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, add_note
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
-from trainer_kit.core.tensors import tensors_of
-from trainer_kit.data import CombinedLoader, is_tree
+from trainer_kit.data import CombinedLoader, Feed, is_tree
 from trainer_kit.data.place import generator_states, own_generators, restore_generators
-from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.planning.candidates import check_word
 from trainer_kit.planning.estimate import Assumptions, step_samples
 from trainer_kit.planning.fake_mode import FastFakeMode
@@ -105,7 +103,7 @@ def plan_fit(
     notes.insert(0, f"memory limit of a rank: {in_units(limit)} ({kept})")
     chosen = precisions or _precisions(given, row, notes)
     with _named("loss_weight counted the tokens of the first batch"):
-        taken = _with_tokens(assumptions or Assumptions(), module, batch)
+        taken = _with_tokens(assumptions or Assumptions(), module, batch, size)
     notes += _estimate_notes(row, taken, chosen)
     question = Question(
         device=row,
@@ -235,29 +233,20 @@ def _first_batch(loaders: Any) -> tuple[Any, int]:
     parts = whole.flattened if isinstance(whole, CombinedLoader) else [whole]
     generators = own_generators(*(owner for part in parts for owner in _owners(part)))
     states = generator_states(generators)
-    batch = next(iter(whole), None)
+    feed = Feed(loaders, shard=False)  # it counts samples as in a fit
+    batch, size = next(feed.sized_epoch(0), (None, 0))
+    feed.close()
     restore_generators(generators, states)
-    if isinstance(whole, CombinedLoader) and isinstance(batch, tuple):
-        batch = batch[0]
     if batch is None:
         raise ConfigurationError("the training loader has no batch", found=type(loaders).__name__)
-    return batch, _samples(batch, parts)
-
-
-def _samples(batch: Any, loaders: Sequence[Any]) -> int:
-    """The rows of the first tensor; the size that a loader declares, where a list has a tensor for each sample."""
-    declared = [getattr(loader, "batch_size", None) for loader in loaders]
-    inside = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-    lists = [part for part in inside if isinstance(part, (list, tuple)) and next(tensors_of(part), None) is not None]
-    lengths = list(map(len, lists))
-    return next((size for size in declared if size in lengths), batch_size_of(batch))
+    return batch, size
 
 
 def _owners(loader: Any) -> list[Any]:
     """What has generators that reading a batch draws from."""
     order = getattr(loader, "batch_sampler", None)
-    found = [getattr(loader, name, None) for name in ("sampler", "dataset")]
-    return [loader, order, getattr(order, "sampler", None), *found]
+    parts = [getattr(loader, name, None) for name in ("sampler", "dataset")]
+    return [loader, order, getattr(order, "sampler", None), *parts]
 
 
 def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: list[str]) -> int:
@@ -364,12 +353,12 @@ def _precisions(given: Mapping[str, Any], device: Device, notes: list[str]) -> t
     return (own,)
 
 
-def _with_tokens(assumptions: Assumptions, module: nn.Module, batch: Any) -> Assumptions:
+def _with_tokens(assumptions: Assumptions, module: nn.Module, batch: Any, size: int) -> Assumptions:
     """Tokens of a sample, where the module's ``loss_weight`` counts them."""
     if assumptions.tokens is not None or not is_overridden("loss_weight", module, TrainModule):
         return assumptions
     weight = module.loss_weight(batch)  # type: ignore[operator]
-    return replace(assumptions, tokens=float(weight) / batch_size_of(batch))
+    return replace(assumptions, tokens=float(weight) / size)
 
 
 def _auto(module: nn.Module, precision: str, device: Device, rows: Sequence[Row]) -> str:
@@ -392,7 +381,7 @@ def _auto(module: nn.Module, precision: str, device: Device, rows: Sequence[Row]
 def _estimate_notes(device: Device, taken: Assumptions, precisions: Sequence[str]) -> list[str]:
     notes = [
         f"step: products at {taken.efficiency:.0%} of the peak, memory and links at {taken.bandwidth:.0%} of theirs, "
-        f"{1e6 * taken.latency:g} us for each collective; no time for launching kernels, which counts in small models",
+        f"{1e6 * taken.latency:g} us for each collective; launches take at least {1e6 * taken.launch:g} us an operator",
         f"peaks: {', '.join(_peak(device, precision) for precision in precisions)}",
         "collectives of data ranks overlap with computation, those of other axes do not",
         f"links: {device.link:g} GB/s inside a machine, {device.network:g} GB/s for each device between machines",

@@ -69,6 +69,7 @@ class Measured:
         host: the bytes in host memory of one rank, where it offloads.
         traffic: the collectives.
         flops: floating-point operations of one rank, forward and backward.
+        operators: the operators of one rank that compute something, in forward, backward and the optimizer's step.
         exact: whether the step was run; False: weights, gradients and optimizer state are calculated, the rest is not.
         notes: the assumptions, in words.
 
@@ -86,6 +87,7 @@ class Measured:
     flops: int
     exact: bool
     notes: tuple[str, ...]
+    operators: int = 0
 
     @property
     def peak(self) -> int:

@@ -285,7 +285,8 @@ class _Search:
             )
 
         flops = measured.flops + more * (measured.flops - one.flops)
-        return replace(measured, flops=flops, traffic=tuple(map(longer, measured.traffic)))
+        operators = measured.operators + more * (measured.operators - one.operators)
+        return replace(measured, flops=flops, operators=operators, traffic=tuple(map(longer, measured.traffic)))
 
     def _one_of(self, measured: Measured) -> Measured:
         """The step of a single micro-batch, of which two were run.
