@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trainer_kit.accelerator.joint_calls import JointCalls
-from trainer_kit.core.collective_errors import compare, same_everywhere, signature
+from trainer_kit.accelerator.repeated_samples import NOTHING, drop_repeats, refusal
+from trainer_kit.core.collective_errors import compare, on_every_rank, same_everywhere, shape_of, signature
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.tensors import each_tensor
+from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
 
 __all__ = ["Collectives"]
 
@@ -86,9 +88,12 @@ class Collectives:
         """Gather the results of a batch without those of repeated samples, once from each data shard.
 
         Args:
-            data: nested tensors with one entry per sample, or other objects.
+            data: nested tensors or other objects with one entry per sample; see `drop_repeats`.
             use_gather_object: gather tensors as objects: their shapes may then differ.
             batches: the loader of the batch, with its ``size`` and ``counts``; None outside a loader.
+
+        Raises:
+            ConfigurationError: on every process, if samples are repeated and a value has no entry per sample.
         """
         with self.during("gather_for_metrics"):
             group = self.data
@@ -96,9 +101,11 @@ class Collectives:
             if use_gather_object or not _only_tensors(data):
                 if group.size > 1:
                     compare(group, "gather_for_metrics(objects)")
-                if counts is not None and isinstance(data, (list, tuple)) and len(data) == batches.size:
-                    data = data[: counts[group.rank]]
-                return _gather_object(group, data)
+                if counts is None:
+                    return _gather_object(group, data)
+                size, count = batches.size, counts[group.rank]
+                parts = on_every_rank(group, lambda: drop_repeats(data, size, count))
+                return _joined([part for part in parts if not isinstance(part, type(NOTHING))])
             if counts is None:
                 return _gather(group, data, "gather_for_metrics")
             return _gather_rows(group, data, batches.size, counts)
@@ -126,9 +133,9 @@ class Collectives:
                 fix = did_you_mean(str(reduction), _REDUCTIONS)
                 raise ConfigurationError(f"unknown reduction {reduction!r}", fix=fix)
             if reduction == "none":
-                return each_tensor(data, lambda tensor: tensor)
+                return data
             same_everywhere(self.world, f"reduce by {reduction}", data)
-            return each_tensor(data, lambda tensor: self._reduced(tensor, reduction, scale))
+            return map_tensors(data, lambda tensor: self._reduced(tensor, reduction, scale))
 
     def _reduced(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
         whole = tensor.detach().clone()
@@ -145,7 +152,7 @@ class Collectives:
         """
         with self.during("broadcast", data):
             same_everywhere(self.world, f"broadcast from process {source}", data)
-            return each_tensor(data, lambda one: self.world.broadcast(one.detach().clone(), source), strict=True)
+            return _map_strictly(data, lambda tensor: self.world.broadcast(tensor.detach().clone(), source))
 
     def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
         """Replace ``values`` in place with the small picklable values of process ``source``."""
@@ -173,7 +180,7 @@ class Collectives:
                     return tensor
                 return _padded(tensor, max(next(lengths)), dim, pad_index, pad_first)
 
-            return each_tensor(data, pad, strict=True)
+            return _map_strictly(data, pad)
 
     def set_trigger(self) -> None:
         """Set the trigger; on every process the next `check_trigger` returns True."""
@@ -188,9 +195,14 @@ class Collectives:
         return found
 
 
+def _map_strictly(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Call ``change`` on every tensor; ConfigurationError for any other leaf."""
+    return map_leaves(data, change, Tensor, require_tensor)
+
+
 def _only_tensors(data: Any) -> bool:
     try:
-        each_tensor(data, lambda tensor: tensor, strict=True)
+        _map_strictly(data, lambda tensor: tensor)
     except ConfigurationError:
         return False
     return True
@@ -198,7 +210,7 @@ def _only_tensors(data: Any) -> bool:
 
 def _gather(group: Group, data: Any, call: str) -> Any:
     same_everywhere(group, call, data)
-    return each_tensor(data, lambda tensor: _gathered(group, tensor), strict=True)
+    return _map_strictly(data, lambda tensor: _gathered(group, tensor))
 
 
 def _gathered(group: Group, tensor: Tensor) -> Tensor:
@@ -207,10 +219,13 @@ def _gathered(group: Group, tensor: Tensor) -> Tensor:
 
 
 def _gather_object(group: Group, data: Any) -> list[Any]:
-    everyone = group.all_gather_object(data)
-    if all(isinstance(part, (list, tuple)) for part in everyone):
-        return [item for part in everyone for item in part]
-    return everyone
+    return _joined(group.all_gather_object(data))
+
+
+def _joined(parts: list[Any]) -> list[Any]:
+    if all(isinstance(part, (list, tuple)) for part in parts):
+        return [item for part in parts for item in part]
+    return parts
 
 
 def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
@@ -218,26 +233,31 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
 
     Args:
         group: the processes.
-        data: nested tensors. Tensors with one entry per sample of the batch are cut to ``counts``; others may differ
-            in length, and stay whole. Scalars make a vector.
+        data: nested tensors with one entry per sample, which are cut to ``counts``. A scalar, or a tensor of one row,
+            is one value of each process and stays whole, unless the batch has only one sample.
         size: the number of samples in the batch on this process.
         counts: for each process, the number of samples that are not repeated.
 
     Raises:
         RankError: on every process, if tensors differ in more than their length.
+        ConfigurationError: on every process, if a tensor has another length.
     """
     lengths, sizes = _lengths(group, "gather_for_metrics", data, 0, size, alike=True)
     found = iter(lengths)
+    single = max(sizes) == 1
 
     def gather_rows(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0:
-            return _gathered(group, tensor)
-        theirs = next(found)
-        keep = counts if theirs == sizes else theirs
-        parts = _gathered(group, _padded(tensor, max(theirs))).tensor_split(group.size)
+        theirs = next(found) if tensor.ndim else [1] * group.size
+        keep = theirs
+        if theirs == sizes and (tensor.ndim or single):
+            keep = counts
+        elif counts != sizes and max(theirs) > 1:
+            raise refusal(f"tensors of {theirs} rows on the processes", size)
+        rows = tensor if tensor.ndim else tensor.unsqueeze(0)
+        parts = _gathered(group, _padded(rows, max(theirs))).tensor_split(group.size)
         return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
-    return each_tensor(data, gather_rows)
+    return map_tensors(data, gather_rows)
 
 
 def _lengths(
@@ -284,9 +304,7 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
     Raises:
         RankError: calls differ, or a process makes none; the message lists the call of each process.
     """
-    shapes: list[str] = []
-    if data is not None:
-        each_tensor(data, lambda tensor: shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")))
+    shapes = [shape_of(tensor).replace("torch.", "") for tensor in tensors_of(data)]
     mine = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)
