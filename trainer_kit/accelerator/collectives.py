@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,10 +16,10 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trainer_kit.accelerator.joint_calls import JointCalls
-from trainer_kit.core.collective_errors import compare, same_everywhere, signature
+from trainer_kit.core.collective_errors import compare, same_everywhere, shape_of, signature
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.tensors import each_tensor
+from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
 
 __all__ = ["Collectives"]
 
@@ -126,9 +127,9 @@ class Collectives:
                 fix = did_you_mean(str(reduction), _REDUCTIONS)
                 raise ConfigurationError(f"unknown reduction {reduction!r}", fix=fix)
             if reduction == "none":
-                return each_tensor(data, lambda tensor: tensor)
+                return data
             same_everywhere(self.world, f"reduce by {reduction}", data)
-            return each_tensor(data, lambda tensor: self._reduced(tensor, reduction, scale))
+            return map_tensors(data, lambda tensor: self._reduced(tensor, reduction, scale))
 
     def _reduced(self, tensor: Tensor, reduction: str, scale: float) -> Tensor:
         whole = tensor.detach().clone()
@@ -145,7 +146,7 @@ class Collectives:
         """
         with self.during("broadcast", data):
             same_everywhere(self.world, f"broadcast from process {source}", data)
-            return each_tensor(data, lambda one: self.world.broadcast(one.detach().clone(), source), strict=True)
+            return _map_strictly(data, lambda tensor: self.world.broadcast(tensor.detach().clone(), source))
 
     def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
         """Replace ``values`` in place with the small picklable values of process ``source``."""
@@ -173,7 +174,7 @@ class Collectives:
                     return tensor
                 return _padded(tensor, max(next(lengths)), dim, pad_index, pad_first)
 
-            return each_tensor(data, pad, strict=True)
+            return _map_strictly(data, pad)
 
     def set_trigger(self) -> None:
         """Set the trigger; on every process the next `check_trigger` returns True."""
@@ -188,9 +189,14 @@ class Collectives:
         return found
 
 
+def _map_strictly(data: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Call ``change`` on every tensor; ConfigurationError for any other leaf."""
+    return map_leaves(data, change, Tensor, require_tensor)
+
+
 def _only_tensors(data: Any) -> bool:
     try:
-        each_tensor(data, lambda tensor: tensor, strict=True)
+        _map_strictly(data, lambda tensor: tensor)
     except ConfigurationError:
         return False
     return True
@@ -198,7 +204,7 @@ def _only_tensors(data: Any) -> bool:
 
 def _gather(group: Group, data: Any, call: str) -> Any:
     same_everywhere(group, call, data)
-    return each_tensor(data, lambda tensor: _gathered(group, tensor), strict=True)
+    return _map_strictly(data, lambda tensor: _gathered(group, tensor))
 
 
 def _gathered(group: Group, tensor: Tensor) -> Tensor:
@@ -237,7 +243,7 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
         parts = _gathered(group, _padded(tensor, max(theirs))).tensor_split(group.size)
         return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
-    return each_tensor(data, gather_rows)
+    return map_tensors(data, gather_rows)
 
 
 def _lengths(
@@ -284,9 +290,7 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
     Raises:
         RankError: calls differ, or a process makes none; the message lists the call of each process.
     """
-    shapes: list[str] = []
-    if data is not None:
-        each_tensor(data, lambda tensor: shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}".replace("torch.", "")))
+    shapes = [shape_of(tensor).replace("torch.", "") for tensor in tensors_of(data)]
     mine = {"call": f"{call}({', '.join(shapes)})", "at": _line_of_user()}
     store = dist.distributed_c10d._get_default_store()
     number = store.add(f"trainer_kit/calls/{group.rank}", 1)

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -26,7 +25,7 @@ from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFiniteError
 from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
-from trainer_kit.core.tensors import move_to_device
+from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -169,15 +168,15 @@ class Fabric:
         """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged."""
         _refuse(group is not None, "all_gather always uses all processes", "leave group out")
         _refuse(sync_grads, "all_gather does not carry gradients", "pass sync_grads=False")
-        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
+        data = map_leaves(data, lambda value: torch.tensor(value, device=self.device), (int, float))
         if self.world_size == 1:
             return data
-        return self.accelerator.gather(apply_to_collection(data, Tensor, lambda tensor: tensor[None]))
+        return self.accelerator.gather(map_tensors(data, lambda tensor: tensor[None]))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:
         """Reduce every tensor over the processes by ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``."""
         _refuse(group is not None, "all_reduce always uses all processes", "leave group out")
-        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.device))
+        data = map_leaves(data, lambda value: torch.tensor(value, device=self.device), (int, float))
         return self.accelerator.reduce(data, {"avg": "mean"}.get(reduce_op, reduce_op))
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
@@ -335,7 +334,7 @@ class Fabric:
 
             self._refuse_engines_optimizer()
             # Every process gathers: a part of it is on each.
-            return apply_to_collection(value.state_dict(), DTensor, lambda part: part.full_tensor().cpu())
+            return map_leaves(value.state_dict(), lambda part: part.full_tensor().cpu(), DTensor)
         return value.state_dict() if hasattr(value, "state_dict") else value
 
     def _refuse_engines_optimizer(self) -> None:

@@ -7,12 +7,12 @@ from functools import wraps
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.tensors import map_leaves
 
 __all__ = ["FabricModule", "prepared_module", "serve_module", "unwrap_objects"]
 
@@ -173,7 +173,7 @@ def prepared_module(module: nn.Module) -> nn.Module:
 
 def unwrap_objects(collection: Any) -> Any:
     """Replace the modules that `Fabric.setup` returned by the user's own, in any nesting."""
-    return apply_to_collection(collection, FabricModule, lambda module: module.module)
+    return map_leaves(collection, lambda module: module.module, FabricModule)
 
 
 def serve_module(module: nn.Module, fabric: Any) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from trainer_kit.accelerator.fabric_module import FabricModule
 from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.tensors import each_tensor, to_float32
+from trainer_kit.core.tensors import map_tensors, to_float32
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import EngineModule
 
@@ -45,7 +45,7 @@ class _Forward:
             options = self.precision.convert_batch(options)
         with context:
             outputs = self.forward(*arguments, **options)
-        return each_tensor(outputs, to_float32)
+        return map_tensors(outputs, to_float32)
 
 
 def apply_precision(model: nn.Module, precision: Precision) -> None:

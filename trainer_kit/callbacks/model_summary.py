@@ -17,6 +17,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.protocols import TrainerLike
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn
 
@@ -318,7 +319,6 @@ def _run(
         return _Seen(note="no sizes: some layers are not initialised yet")
     if is_divided(module):
         return _Seen(note="no sizes: the module is sharded, and a forward would need every rank")
-    from lightning_utilities.core.apply_func import apply_to_collection
     from torch.utils.flop_counter import FlopCounterMode
 
     device = parameters[0].device if parameters else torch.device("cpu")
@@ -333,7 +333,7 @@ def _run(
     counter = FlopCounterMode(display=False)
     cuda = [device] if device.type == "cuda" else []
     try:
-        example = apply_to_collection(example, Tensor, lambda tensor: tensor.to(device))
+        example = map_tensors(example, lambda tensor: tensor.to(device))
         example = example if convert is None else convert(example)
         for each, _ in modes:
             each.training = False

@@ -9,7 +9,6 @@ from typing import Any, Final, Literal, final
 
 import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from trainer_kit.core.atomic_files import replace_file
@@ -18,6 +17,7 @@ from trainer_kit.core.errors import ConfigurationError, DataError, did_you_mean
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import is_url
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
+from trainer_kit.core.tensors import map_tensors
 
 __all__ = ["BasePredictionWriter", "PredictionWriter"]
 
@@ -226,7 +226,7 @@ class PredictionWriter(BasePredictionWriter):
 
 
 def _on_host(value: Any) -> Any:
-    return apply_to_collection(value, Tensor, lambda tensor: tensor.detach().cpu())  # sync point: leaves the device
+    return map_tensors(value, lambda tensor: tensor.detach().cpu())  # sync point: leaves the device
 
 
 def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:

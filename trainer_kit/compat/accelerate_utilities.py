@@ -25,7 +25,15 @@ from trainer_kit.checkpoint.files import in_bytes
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.environment import Environment, preserved_variables
 from trainer_kit.core.errors import ConfigurationError
-from trainer_kit.core.tensors import each_tensor, is_tensor, map_movable, move_to_device, to_float32
+from trainer_kit.core.tensors import (
+    is_tensor,
+    map_leaves,
+    map_tensors,
+    move_to_device,
+    require_tensor,
+    tensors_of,
+    to_float32,
+)
 from trainer_kit.launch.options import several_on
 
 __all__ = [
@@ -216,6 +224,15 @@ def honor_type(obj: Any, generator: Any) -> Any:
     return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
+class _Tested(type):
+    """A metaclass for the classes of leaves that a user's function recognizes."""
+
+    test: Callable[[Any], bool]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.test(instance)
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
@@ -241,7 +258,10 @@ def recursively_apply(
         >>> recursively_apply(torch.add, {"x": [torch.tensor(1), "a"]}, 2)
         {'x': [tensor(3), 'a']}
     """
-    return each_tensor(data, lambda one: func(one, *args, **kwargs), strict=error_on_other_type, test=test_type)
+    leaves = Tensor if test_type is is_tensor else _Tested("Tested", (), {"test": staticmethod(test_type)})
+    return map_leaves(
+        data, lambda leaf: func(leaf, *args, **kwargs), leaves, require_tensor if error_on_other_type else None
+    )
 
 
 def send_to_device(
@@ -312,9 +332,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 def find_device(data: Any) -> torch.device | None:
     """The device of the first tensor."""
-    found: list[torch.device] = []
-    map_movable(data, lambda leaf: found.append(leaf.device) if isinstance(leaf, Tensor) else leaf)
-    return found[0] if found else None
+    return next((tensor.device for tensor in tensors_of(data)), None)
 
 
 def listify(data: Any) -> Any:
@@ -378,7 +396,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 def convert_to_fp32(tensor: Any) -> Any:
     """Convert float16 and bfloat16 tensors in nested data to float32."""
-    return each_tensor(tensor, to_float32)
+    return map_tensors(tensor, to_float32)
 
 
 def convert_outputs_to_fp32(model_forward: _F) -> _F:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.tensors import children
 
 __all__ = [
     "compare",
@@ -106,11 +107,13 @@ def signature(data: Any, describe: Callable[[Tensor], str] = shape_of) -> str:
     """
     if isinstance(data, Tensor):
         return describe(data)
+    parts = [(name, signature(part, describe)) for (_, name), part in children(data)]
     if isinstance(data, (list, tuple)):
-        return f"[{', '.join(signature(part, describe) for part in data)}]"
+        return f"[{', '.join(text for _, text in parts)}]"
     if isinstance(data, Mapping):
-        return f"{{{', '.join(f'{key!r}: {signature(part, describe)}' for key, part in data.items())}}}"
-    return type(data).__name__
+        return f"{{{', '.join(f'{key!r}: {text}' for key, text in parts)}}}"
+    name = type(data).__name__
+    return f"{name}({', '.join(f'{field}={text}' for field, text in parts)})" if parts else name
 
 
 def same_everywhere(group: Group, call: str, data: Any) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from trainer_kit.core.errors import ConfigurationError
 
 __all__ = [
     "BLOCKING",
+    "Kinds",
     "are_finite",
-    "each_tensor",
+    "children",
     "is_tensor",
     "local",
-    "map_movable",
+    "map_leaves",
+    "map_tensors",
     "move_to_device",
+    "require_tensor",
     "sequence_like",
     "state_name",
     "tensors_of",
@@ -28,6 +31,10 @@ __all__ = [
 
 # Copies to these devices always block; a non-blocking copy to mps has given wrong values.
 BLOCKING = ("cpu", "mps")
+
+Kinds: TypeAlias = "type[Any] | tuple[type[Any], ...] | None"
+_NO_CONTAINERS: Final = (str, bytes, bytearray, memoryview, range)
+"""Sequences whose items are no values of a batch."""
 
 
 def state_name(name: str) -> str:
@@ -67,7 +74,7 @@ def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = 
         # Some `to` methods work in place and return None.
         return leaf if moved is None else moved
 
-    return map_movable(batch, move)
+    return map_leaves(batch, move)
 
 
 def sequence_like(given: Any, parts: Iterable[Any]) -> Any:
@@ -75,44 +82,115 @@ def sequence_like(given: Any, parts: Iterable[Any]) -> Any:
     return type(given)(*parts) if hasattr(given, "_fields") else type(given)(parts)
 
 
-def map_movable(node: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Apply ``leaf`` to every object with a ``to`` method; a container without changes is returned itself."""
-    if isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None))):
-        return leaf(node)
-    if isinstance(node, (str, bytes, int, float)) or node is None:
-        return node
+def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Call ``change`` on every tensor of a batch; see `map_leaves`.
+
+    Example:
+        >>> map_tensors({"x": torch.ones(1), "name": "a"}, lambda tensor: tensor + 1)
+        {'x': tensor([2.]), 'name': 'a'}
+    """
+    return map_leaves(batch, change, Tensor)
+
+
+def map_leaves(
+    node: Any, change: Callable[[Any], Any], kinds: Kinds = None, other: Callable[[Any], Any] | None = None
+) -> Any:
+    """Call ``change`` on every leaf of a batch; the one function that walks a batch and changes it.
+
+    Mappings (also those that only behave like one), lists, tuples, named tuples, other sequences and dataclasses
+    (frozen, with slots, with fields that ``__init__`` does not take) are walked. No container is changed: one without a
+    changed leaf is returned itself, any other as a copy of its class.
+
+    Args:
+        node: a batch, an output, or any nesting.
+        change: returns the value that takes the place of a leaf.
+        kinds: the classes of leaves; None: everything with a method ``to``, as tensors have.
+        other: called with everything that is neither a leaf nor a container; None: it stays as it is.
+    """
+    if kinds is None:
+        is_leaf = isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None)))
+    else:
+        is_leaf = isinstance(node, kinds)
+    if is_leaf:
+        return change(node)
     if isinstance(node, Mapping):
-        items = {key: map_movable(child, leaf) for key, child in node.items()}
+        items = {key: map_leaves(child, change, kinds, other) for key, child in node.items()}
         if all(items[key] is child for key, child in node.items()):
             return node
-        if type(node) is dict or not isinstance(node, MutableMapping):
-            return items
+        return _mapping_like(node, items)
+    if isinstance(node, Sequence) and not isinstance(node, _NO_CONTAINERS):
+        parts = [map_leaves(child, change, kinds, other) for child in node]
+        if all(new is old for new, old in zip(parts, node, strict=True)):
+            return node
+        return _filled_sequence(node, parts)
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        changed: dict[str, Any] = {}
+        for (_, name), child in children(node):
+            value = map_leaves(child, change, kinds, other)
+            if value is not child:
+                changed[name] = value
+        return _dataclass_with(node, changed) if changed else node
+    return node if other is None else other(node)
+
+
+def _mapping_like(node: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Make a mapping of the class of ``node`` that holds ``items``, which have the same keys."""
+    if type(node) is dict:
+        return items
+    if isinstance(node, MutableMapping):
         mapping: Any = copy.copy(node)
         for key, value in items.items():
             mapping[key] = value  # outputs of transformers have an ``update`` that raises
         return mapping
-    if isinstance(node, (tuple, MutableSequence)):
-        parts = [map_movable(child, leaf) for child in node]
-        if all(new is old for new, old in zip(parts, node, strict=True)):
-            return node
-        if isinstance(node, tuple):
-            return sequence_like(node, parts)
-        if type(node) is list:
-            return parts
-        sequence: Any = copy.copy(node)
-        sequence[:] = parts
-        return sequence
-    if dataclasses.is_dataclass(node) and not isinstance(node, type):
-        fields = {field.name: getattr(node, field.name) for field in dataclasses.fields(node)}
-        changed = {name: new for name, old in fields.items() if (new := map_movable(old, leaf)) is not old}
-        if not changed:
-            return node
-        clone = copy.copy(node)
-        for name, value in changed.items():
-            # Works for frozen dataclasses too; nothing else refers to the copy yet.
-            object.__setattr__(clone, name, value)
-        return clone
-    return node
+    try:
+        return type(node)(items)  # type: ignore[call-arg]
+    except TypeError:  # a class whose constructor takes something else
+        return items
+
+
+def _filled_sequence(node: Any, parts: list[Any]) -> Any:
+    """Make a sequence of the class of ``node`` that holds ``parts``, which are as many."""
+    if type(node) is list:
+        return parts
+    if not isinstance(node, MutableSequence):
+        return sequence_like(node, parts)
+    sequence: Any = copy.copy(node)
+    for index, part in enumerate(parts):  # a deque takes no slice
+        sequence[index] = part
+    return sequence
+
+
+def _dataclass_with(node: Any, changed: Mapping[str, Any]) -> Any:
+    """Make a copy of a dataclass object with other values in some fields."""
+    clone = copy.copy(node)
+    for name, value in changed.items():
+        # Works for frozen dataclasses too; nothing else refers to the copy yet.
+        object.__setattr__(clone, name, value)
+    return clone
+
+
+def children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
+    """Iterate over the direct contents of a mapping, a sequence or a dataclass; anything else has none.
+
+    Yields:
+        The way to a value, ``("item", key)`` or ``("field", name)``, and the value.
+
+    Example:
+        >>> list(children({"x": 1})), list(children(["a"])), list(children("abc"))
+        ([(('item', 'x'), 1)], [(('item', 0), 'a')], [])
+    """
+    if isinstance(node, Mapping):
+        yield from ((("item", key), child) for key, child in node.items())
+    elif isinstance(node, Sequence):
+        if not isinstance(node, _NO_CONTAINERS):
+            yield from ((("item", index), child) for index, child in enumerate(node))
+    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
+        for field in dataclasses.fields(node):
+            try:
+                child = getattr(node, field.name)
+            except AttributeError:  # a field that ``__init__`` does not take, and that was never set
+                continue
+            yield ("field", field.name), child
 
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
@@ -124,12 +202,9 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
     """
     if isinstance(batch, Tensor):
         yield batch
-    elif isinstance(batch, (Mapping, MutableSequence, tuple)):
-        for part in batch.values() if isinstance(batch, Mapping) else batch:
-            yield from tensors_of(part)
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from tensors_of(getattr(batch, field.name))
+        return
+    for _, child in children(batch):
+        yield from tensors_of(child)
 
 
 def local(tensor: Any) -> Tensor:
@@ -143,39 +218,17 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
-def each_tensor(
-    data: Any, act: Callable[[Any], Any], *, strict: bool = False, test: Callable[[Any], bool] = is_tensor
-) -> Any:
-    """Call ``act`` on every tensor of a nesting of tuples, lists and mappings; their types are kept.
-
-    Args:
-        data: the nesting.
-        act: called with each tensor.
-        strict: raise for a leaf that is not a tensor, instead of returning it unchanged.
-        test: decides whether an object counts as a tensor.
+def require_tensor(leaf: Any) -> NoReturn:
+    """Refuse a value that is not a tensor: the argument ``other`` of `map_leaves` where only tensors can be exchanged.
 
     Raises:
-        ConfigurationError: with ``strict``, a leaf is not a tensor.
-
-    Example:
-        >>> each_tensor({"x": [torch.tensor(1), "a"]}, lambda tensor: tensor + 1)
-        {'x': [tensor(2), 'a']}
+        ConfigurationError: always.
     """
-    if test(data):
-        return act(data)
-    if isinstance(data, (list, tuple)):
-        parts = [each_tensor(part, act, strict=strict, test=test) for part in data]
-        return sequence_like(data, parts)
-    if isinstance(data, Mapping):
-        parts_of = {key: each_tensor(part, act, strict=strict, test=test) for key, part in data.items()}
-        return type(data)(parts_of)  # type: ignore[call-arg]
-    if strict:
-        raise ConfigurationError(
-            "only tensors, in lists, tuples and mappings, can be exchanged here",
-            found=type(data).__name__,
-            fix="use gather_object(...) for small objects of any kind",
-        )
-    return data
+    raise ConfigurationError(
+        "only tensors, in lists, tuples, mappings and dataclasses, can be exchanged here",
+        found=type(leaf).__name__,
+        fix="use gather_object(...) for small objects of any kind",
+    )
 
 
 def to_float32(tensor: Tensor) -> Tensor:

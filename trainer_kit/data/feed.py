@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
-from trainer_kit.core.tensors import BLOCKING, map_movable
+from trainer_kit.core.tensors import BLOCKING, map_leaves
 from trainer_kit.data.combined import CombinedLoader, CombinedSource, read_together
 from trainer_kit.data.order import EMPTY, MISSING
 from trainer_kit.data.place import Place, Source, generator_states, kind_of, restore_generators
@@ -423,7 +423,7 @@ def _pinned(batch: Any) -> Any:
             return leaf.pin_memory() if host else leaf
         return leaf.pin_memory() if callable(getattr(leaf, "pin_memory", None)) else leaf
 
-    return map_movable(batch, pin)
+    return map_leaves(batch, pin)
 
 
 @cache

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from trainer_kit.core.errors import DataError
+from trainer_kit.core.tensors import children
 
 __all__ = ["BatchSizes", "batch_size_of", "limit_batches", "size_reader"]
 
@@ -128,15 +129,6 @@ def size_reader(batch: Any) -> Callable[[Any], tuple[Any, int]]:
     return read
 
 
-def _children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
-    if isinstance(node, Mapping):
-        yield from ((("item", key), child) for key, child in node.items())
-    elif isinstance(node, Sequence) and not isinstance(node, (str, bytes, range)):
-        yield from ((("item", i), child) for i, child in enumerate(node))
-    elif dataclasses.is_dataclass(node) and not isinstance(node, type):
-        yield from ((("field", field.name), getattr(node, field.name)) for field in dataclasses.fields(node))
-
-
 def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
     if isinstance(node, (Tensor, np.ndarray)):
         if node.ndim:
@@ -144,7 +136,7 @@ def _tensors(node: Any, path: _Path) -> Iterator[tuple[_Path, Any]]:
     elif isinstance(node, PackedSequence):
         yield path, node
     else:
-        for step, child in _children(node):
+        for step, child in children(node):
             yield from _tensors(child, (*path, step))
 
 
@@ -157,7 +149,7 @@ def _rows(found: Any) -> int:
 def _opaque(node: Any) -> Iterator[Any]:
     """Yield objects of unknown types, which may contain samples."""
     if isinstance(node, (Mapping, Sequence)) or dataclasses.is_dataclass(node):
-        for _, child in _children(node):
+        for _, child in children(node):
             yield from _opaque(child)
     elif not isinstance(node, (*_PLAIN, Tensor, np.ndarray)):
         yield node
@@ -167,7 +159,7 @@ def _strings(node: Any) -> int:
     """Return the length of the first list of strings; 0 if there is none."""
     if isinstance(node, (list, tuple)) and node and all(isinstance(child, (str, bytes)) for child in node):
         return len(node)
-    for _, child in _children(node):
+    for _, child in children(node):
         if count := _strings(child):
             return count
     return 0

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.tensors import map_movable, move_to_device
+from trainer_kit.core.tensors import map_leaves, move_to_device, tensors_of
 from trainer_kit.inference.lazy_weights import OnDisk
 
 __all__ = ["Call", "LayerHooks", "ModelHooks", "OffloadedTensor", "is_meta", "put"]
@@ -231,7 +231,7 @@ class ModelHooks:
             else:
                 output = move_to_device(output, device)
         if self.trains and torch.is_grad_enabled():
-            output = map_movable(output, self._mark)
+            output = map_leaves(output, self._mark)
         return output
 
     def _mark(self, leaf: Any) -> Any:
@@ -278,12 +278,4 @@ class _Refuse(torch.autograd.Function):
 
 
 def _first_device(values: Any) -> torch.device | None:
-    found: list[torch.device] = []
-
-    def look(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            found.append(leaf.device)
-        return leaf
-
-    map_movable(values, look)
-    return found[0] if found else None
+    return next((tensor.device for tensor in tensors_of(values)), None)

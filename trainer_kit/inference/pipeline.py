@@ -7,12 +7,13 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trainer_kit.core.configuration_sources import choose, is_true
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import PipelinePlan
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.strategies.process_group import join_world
 from trainer_kit.strategies.rank_sync import InitialWeights
@@ -125,7 +126,7 @@ def _divided(inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int
         def part(tensor: Tensor, start: int = start, size: int = size) -> Tensor:
             return tensor.narrow(0, start, size) if tensor.ndim and len(tensor) == whole else tensor
 
-        made.append(tree_map_only(Tensor, part, inputs))
+        made.append(map_tensors(inputs, part))
         start += size
     return made
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.parallel import is_divided
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, flatten, numbers, one_at_a_time, plain
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ class TensorBoardLogger(DirectoryLogger):
                 fix="pass log_graph=False",
             )
         device = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-        example = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+        example = map_tensors(example, lambda tensor: tensor.to(device))
         modes = {module: module.training for module in model.modules()}
         devices = [] if device.type == "cpu" else [device]
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), warnings.catch_warnings():

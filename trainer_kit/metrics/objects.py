@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
+from trainer_kit.core.tensors import map_tensors, move_to_device
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["count_once", "place_of", "restore_running", "running_states"]
@@ -37,7 +37,7 @@ def running_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     for name, part in parts.items():
         if hasattr(type(part), "update_count") and part.update_count:
             state = {"state": part.metric_state, "updates": part.update_count, "latest": part._forward_cache}
-            states[name] = apply_to_collection(state, Tensor, _on_host)
+            states[name] = map_tensors(state, _on_host)
     return states
 
 
@@ -52,7 +52,7 @@ def restore_running(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) 
         if name not in parts or not hasattr(type(parts[name]), "update_count"):
             continue
         metric = parts[name]
-        saved = apply_to_collection(dict(saved), Tensor, lambda value, to=metric.device: value.to(to))
+        saved = move_to_device(dict(saved), metric.device)
         for key, value in saved["state"].items():
             setattr(metric, key, value)
         # Only `update` counts; a metric offers no other sign that it was called.

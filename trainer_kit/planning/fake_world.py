@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.core.tensors import map_movable, tensors_of
+from trainer_kit.core.tensors import map_leaves, tensors_of
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.ddp import DDPStrategy
@@ -337,10 +337,10 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
             raise TypeError(f"a batch with a {type(value).__name__} cannot be made in another size")
         own: Any = copy.copy(value)  # a batch of transformers, which has its own method ``to``
         for key, part in value.items():
-            own[key] = map_movable(part, resized)
+            own[key] = map_leaves(part, resized)
         return own
 
-    return map_movable(lists, resized)
+    return map_leaves(lists, resized)
 
 
 def _resized_shape(shape: Sequence[int], size: int, samples: int, samples_first: bool) -> list[int]:

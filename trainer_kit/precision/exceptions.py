@@ -9,10 +9,10 @@ from fnmatch import fnmatchcase
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor, nn
+from torch import nn
 
 from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.core.tensors import map_tensors
 
 __all__ = [
     "DTYPES",
@@ -189,4 +189,4 @@ class _ForwardIn:
 
 
 def _cast(values: Any, dtype: torch.dtype) -> Any:
-    return apply_to_collection(values, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return map_tensors(values, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import PrecisionError, did_you_mean
+from trainer_kit.core.tensors import map_tensors
+from trainer_kit.precision.cast import cast_module
 from trainer_kit.precision.exceptions import (
     DTYPES,
     Exceptions,
@@ -21,7 +22,6 @@ from trainer_kit.precision.exceptions import (
     apply_exceptions,
     except_modules,
     excepted,
-    is_excepted,
     refuse_ties,
 )
 from trainer_kit.precision.precision import EngineSteps, Precision
@@ -138,18 +138,16 @@ class TruePrecision(NativePrecision):
             _refuse_cast(module, self.name)
         else:
             module.__dict__[_CAST] = self.dtype
-            for name, part in module.named_modules():
-                if not is_excepted(name, names):
-                    part._apply(lambda t: t.to(self.dtype) if t.is_floating_point() else t, recurse=False)
+            cast_module(module, self.dtype, [part for _, part, _ in found])
         for _, part, given in found:
-            part.to(given.dtype)
+            cast_module(part, given.dtype)
         # The layer after an exception expects the dtype of the rest.
         modules = [(part, given.dtype, given.output_dtype or self.dtype) for _, part, given in found]
         apply_exceptions(module, modules, _DefaultDtype)
 
     def convert_batch(self, batch: Any) -> Any:
         """Cast the floating-point tensors of a batch."""
-        return apply_to_collection(batch, Tensor, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
+        return map_tensors(batch, lambda t: t.to(self.dtype) if t.is_floating_point() else t)
 
     def forward_context(self) -> AbstractContextManager[Any] | None:
         """The default dtype, for tensors that a step makes; None for float32."""
@@ -250,7 +248,7 @@ class MixedPrecision(NativePrecision):
         _refuse_cast(module, self.name)
         for _, part, given in found:
             if given.dtype is torch.float64:
-                part.to(torch.float64)
+                cast_module(part, torch.float64)
         apply_exceptions(
             module, [(part, given.dtype, given.output_dtype) for _, part, given in found], self._exception_context
         )

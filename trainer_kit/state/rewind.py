@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, final
@@ -13,7 +13,7 @@ from trainer_kit.checkpoint.codec import decode, encode
 from trainer_kit.core.errors import NonFiniteError, TrainerKitError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.core.tensors import are_finite
+from trainer_kit.core.tensors import are_finite, tensors_of
 from trainer_kit.step.run import Fit, Rewind
 
 __all__ = ["Guard"]
@@ -199,7 +199,7 @@ class Guard:
             self._judge(run, step - 1, f"{what} is not finite after step {step - 1}", "loss and gradients were finite")
         feed, epoch = run.windows.feed, run.progress.epoch
         if bad is not None:
-            holds = "" if are_finite(_tensors(micro.batch)) else ", which holds NaN or infinity itself"
+            holds = "" if are_finite(tensors_of(micro.batch)) else ", which holds NaN or infinity itself"
             mine = f"{bad[2]} in {feed.name_batch(epoch, bad[1])}{holds}; every parameter is finite"
         else:
             mine = ", ".join(feed.name_batch(epoch, micro.first + i) for i in range(micro.count))
@@ -268,14 +268,3 @@ class Guard:
 def _not_finite(module: nn.Module) -> list[str]:
     """Names of the parameters whose gradients are not finite. NaN moves backward, so the last one had it first."""
     return [name for name, p in module.named_parameters() if p.grad is not None and not are_finite([p.grad])]
-
-
-def _tensors(batch: object) -> Iterable[Tensor]:
-    if isinstance(batch, Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _tensors(part)
-    elif isinstance(batch, (list, tuple)):
-        for part in batch:
-            yield from _tensors(part)

@@ -12,14 +12,13 @@ from types import TracebackType
 from typing import Any, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.overrides import is_overridden
-from torch import Tensor
 
 from trainer_kit.core.hooks import forget_modes, keep_modes, restore_modes
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.signatures import takes
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.data import EMPTY, Feed
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.metrics.metrics import Metrics
@@ -208,9 +207,8 @@ def _in_order(mine: list[Any], group: Group) -> list[Any]:
     """The outputs of all ranks in dataset order: a global batch is the concatenation of the ranks' blocks."""
     if group.size == 1:
         return mine
-    on_host = apply_to_collection(
+    on_host = map_tensors(
         [(i, out) for i, out in enumerate(mine) if out is not EMPTY],
-        Tensor,
         lambda t: t.cpu(),  # sync point: predictions leave the device
     )
     everyone = [dict(part) for part in group.all_gather_object(on_host)]

@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final, NoReturn, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.core.tensors import tensors_of
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
@@ -421,9 +421,7 @@ def _check_loss(loss: Tensor) -> None:
 
 
 def _device_of(batch: object) -> torch.device | None:
-    found: list[torch.device] = []
-    apply_to_collection(batch, Tensor, lambda tensor: found.append(tensor.device))
-    return found[0] if found else None
+    return next((tensor.device for tensor in tensors_of(batch)), None)
 
 
 def _over(batch: object, batch_idx: int) -> NoReturn:

@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any, Final, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.data import MISSING, Feed
 from trainer_kit.metrics.objects import restore_running, running_states
 from trainer_kit.step.micro_batch import MicroBatches
@@ -97,7 +97,7 @@ def shared_batch(mine: Any, group: Group) -> Any:
     if all(has) or not any(has):
         return mine
     source = has.index(True)
-    on_host = apply_to_collection((mine,), Tensor, _to_host) if group.rank == source else (None,)
+    on_host = map_tensors((mine,), _to_host) if group.rank == source else (None,)
     (given,) = group.broadcast(on_host, source)
     return given if mine is None else mine
 

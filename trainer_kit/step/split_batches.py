@@ -7,16 +7,17 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, final
 
+import numpy as np
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from trainer_kit.checkpoint.files import same_bits
 from trainer_kit.core.devices import ran_out_of_memory
 from trainer_kit.core.errors import RankError, TrainerKitError
 from trainer_kit.core.protocols import SplitsBatches
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.tensors import is_tensor, local
+from trainer_kit.core.tensors import is_tensor, local, map_leaves, sequence_like
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.step.micro_batch import EarlyEpochExit, MicroBatches
@@ -24,6 +25,7 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ReplayedSteps", "SplitBatches", "split"]
 
+_DIVIDED = (Tensor, np.ndarray, list, tuple)  # a packed sequence is a tuple
 _COUNTS = ("batch", "epoch_batch", "samples", "tokens")
 _OF_MICRO = ("skipped", "padded", "contributed", "outputs", "loss", "earlier")
 
@@ -31,7 +33,8 @@ _OF_MICRO = ("skipped", "padded", "contributed", "outputs", "loss", "earlier")
 def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
     """Divide a batch into at most ``parts`` parts of equal size, each with its number of samples.
 
-    Every tensor and list with as many rows as the batch has samples is divided; anything else goes to each part.
+    Every tensor, array and list with as many rows as the batch has samples is divided, and so are packed sequences and
+    tuples of texts, as torch's ``default_collate`` makes them. Anything else goes to each part.
 
     Example:
         >>> split({"x": torch.zeros(5, 2), "names": ["a", "b", "c", "d", "e"], "scale": 2.0}, 2)[1][0]["names"]
@@ -43,16 +46,25 @@ def split(batch: Any, parts: int) -> list[tuple[Any, int]]:
     def rows(low: int) -> tuple[Any, int]:
         high = min(low + each, size)
 
-        def cut(part: Tensor | list[Any]) -> Any:
-            if isinstance(part, Tensor):
-                return part[low:high] if part.dim() and len(part) == size else part
-            if isinstance(part, list) and len(part) == size and not isinstance(part[0], (Tensor, list, tuple, dict)):
+        def cut(part: Any) -> Any:
+            if isinstance(part, PackedSequence):
+                return pack_sequence(unpack_sequence(part)[low:high], enforce_sorted=False)
+            if isinstance(part, (Tensor, np.ndarray)):
+                return part[low:high] if part.ndim and len(part) == size else part
+            if len(part) == size and _holds_samples(part):
                 return part[low:high]
-            return [apply_to_collection(one, (Tensor, list), cut) for one in part]
+            return sequence_like(part, [map_leaves(item, cut, _DIVIDED) for item in part])
 
-        return apply_to_collection(batch, (Tensor, list), cut), high - low
+        return map_leaves(batch, cut, _DIVIDED), high - low
 
     return [rows(low) for low in range(0, size, each)]
+
+
+def _holds_samples(part: list[Any] | tuple[Any, ...]) -> bool:
+    """Whether the items are values of samples: of a tuple only texts, for numbers may be anything else."""
+    if isinstance(part, tuple):
+        return all(isinstance(item, (str, bytes)) for item in part)
+    return not isinstance(part[0], (Tensor, list, tuple, dict))
 
 
 @final

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,6 +26,7 @@ from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
 from trainer_kit.core.protocols import CheckpointRequest, DrawsProgress, Logger, SetsAccumulation, StopsEarly
 from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+from trainer_kit.core.tensors import map_leaves, map_tensors
 from trainer_kit.loggers.layout import DummyLogger
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.precision.precision import Precision
@@ -725,9 +725,9 @@ class Session:
         """
         if sync_grads:
             raise ConfigurationError("all_gather does not carry gradients", fix="pass sync_grads=False")
-        data = apply_to_collection(data, (int, float), lambda value: torch.tensor(value, device=self.strategy.device))
+        data = map_leaves(data, lambda value: torch.tensor(value, device=self.strategy.device), (int, float))
         same_everywhere(self.strategy.data, "all_gather", data)
-        return apply_to_collection(data, Tensor, self._gather_one)
+        return map_tensors(data, self._gather_one)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
         return tensor if self.strategy.data.size == 1 else self.strategy.data.all_gather(tensor)

@@ -10,7 +10,6 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
-from lightning_utilities.core.apply_func import apply_to_collection
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.parallel import ContextPlan, ParallelPlan
-from trainer_kit.core.tensors import sequence_like
+from trainer_kit.core.tensors import map_tensors, sequence_like
 from trainer_kit.strategies.transforms.transform import Transform
 
 __all__ = [
@@ -120,7 +119,7 @@ class ContextParallel(Transform):
         if self.size == 1:
             return with_positions(self.plan, batch)
         if isinstance(dims, int):
-            made = apply_to_collection(batch, Tensor, lambda t: self.part(t, dims))
+            made = map_tensors(batch, lambda t: self.part(t, dims))
             return with_positions(self.plan, made, self.rank)
         if isinstance(batch, Mapping):
             named = {key: self.part(batch[key], dim) for key, dim in dims.items() if key in batch}

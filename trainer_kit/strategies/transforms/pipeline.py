@@ -13,7 +13,6 @@ from typing import Any, Final, final
 import numpy as np
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
@@ -23,7 +22,7 @@ from trainer_kit.core.errors import DataError, StrategyError, did_you_mean
 from trainer_kit.core.parallel import PipelinePlan
 from trainer_kit.core.protocols import Group, MicroSteps
 from trainer_kit.core.seed import preserved_rng
-from trainer_kit.core.tensors import sequence_like, tensors_of
+from trainer_kit.core.tensors import map_tensors, sequence_like, tensors_of
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.process_group import ProcessGroup
 from trainer_kit.strategies.transforms.pipeline_stages import (
@@ -255,14 +254,14 @@ class Pipeline:
         """Broadcast a value from the rank of the last stage (or the first): its structure, then its tensors."""
         owner = self.ranks[-1 if last else 0]
         mine = self.group.rank == owner
-        structure = apply_to_collection(value, Tensor, _without_storage) if mine else None
+        structure = map_tensors(value, _without_storage) if mine else None
         (structure,) = self.group.broadcast([structure], owner)
 
         def pass_on(tensor: Tensor) -> Tensor:
             sent = tensor.detach() if mine else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
             return self.group.broadcast(sent.contiguous(), owner)  # type: ignore[no-any-return]
 
-        shared = apply_to_collection(value if mine else structure, Tensor, pass_on)
+        shared = map_tensors(value if mine else structure, pass_on)
         return value if mine else shared
 
     def _learn(self, key: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -11,7 +11,6 @@ from typing import Any, Final, final
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 
 from trainer_kit.core.errors import StrategyError, did_you_mean
 from trainer_kit.core.parallel import ParallelPlan
-from trainer_kit.core.tensors import local
+from trainer_kit.core.tensors import local, map_leaves, map_tensors
 from trainer_kit.strategies.transforms.pipeline_stages import StandIn, whole_names
 from trainer_kit.strategies.transforms.transform import Transform
 
@@ -301,7 +300,7 @@ def whole_outputs(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)  # a compiled step stays recognizable
     def step(*arguments: Any) -> Any:
-        return apply_to_collection(method(*arguments), (DTensor, AsyncCollectiveTensor), whole)
+        return map_leaves(method(*arguments), whole, (DTensor, AsyncCollectiveTensor))
 
     return step
 
@@ -310,7 +309,7 @@ def return_copies(module: nn.Module) -> None:
     """Make a module return copies of views, which split layers return: FSDP loses its hooks on views."""
 
     def copy(called: nn.Module, arguments: Any, output: Any) -> Any:
-        return apply_to_collection(output, torch.Tensor, lambda t: t.clone() if t._is_view() else t)
+        return map_tensors(output, lambda t: t.clone() if t._is_view() else t)
 
     module.register_forward_hook(copy)
 

@@ -10,13 +10,13 @@ from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.costs import Costs, held
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.local_sgd import fill_absent
 from trainer_kit.strategies.single import Alone
@@ -116,7 +116,7 @@ class XLAStrategy(Strategy):
 
     def _divide(self, batch: Any) -> Any:
         """Divide a batch: each device computes some of its rows."""
-        return apply_to_collection(batch, Tensor, self._divide_one)
+        return map_tensors(batch, self._divide_one)
 
     def _divide_one(self, tensor: Tensor) -> Tensor:
         if tensor.dim() > 0:
@@ -215,7 +215,7 @@ class XLAStrategy(Strategy):
     def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """The optimizer's state on the host."""
         groups, states = optimizer_state(optimizer)
-        return groups, {p: apply_to_collection(dict(state), Tensor, _on_host) for p, state in states.items()}
+        return groups, {p: map_tensors(dict(state), _on_host) for p, state in states.items()}
 
     def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
         """Load as torch does; divided tensors stay divided."""
