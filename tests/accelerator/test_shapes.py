@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from trainer_kit.core.errors import RankError
+from trainer_kit.core.errors import ConfigurationError, RankError
 
 pytestmark = pytest.mark.world_size(2)
 
@@ -78,9 +78,10 @@ def test_loader_batches_that_differ_in_length_are_gathered_and_other_differences
     for (index,) in data:
         if not data.end_of_dataloader:
             continue
-        assert accelerator.gather_for_metrics(torch.ones(1 + rank)).shape == (3,)
-        nested = accelerator.gather_for_metrics([index, torch.ones(1 + rank), torch.tensor(1.0)])
-        assert [len(part) for part in nested] == [len(accelerator.gather_for_metrics(index)), 3, 2]
+        nested = accelerator.gather_for_metrics([index, torch.ones(1), torch.tensor(1.0)])
+        assert [len(part) for part in nested] == [len(accelerator.gather_for_metrics(index)), 2, 2]
+        with pytest.raises(ConfigurationError, match=r"tensors of \[1, 2\] rows"):
+            accelerator.gather_for_metrics(torch.ones(1 + rank))  # which of them belong to repeated samples?
         padded = accelerator.pad_across_processes([torch.ones(1 + rank, 2), torch.ones(3, 1 + rank)], dim=1)
         assert [tuple(part.shape) for part in padded] == [(1 + rank, 2), (3, 2)]
         with pytest.raises(RankError, match=r"process 0: gather_for_metrics\(\(\*, 5\) torch.float32\)"):

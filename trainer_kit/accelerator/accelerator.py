@@ -563,9 +563,17 @@ class Accelerator:
         Of processes with the same batches, only one contributes.
 
         Args:
-            input_data: nested tensors with one entry per sample along the first dimension, or other objects. A scalar
-                is gathered from each process.
+            input_data: nested tensors with one entry per sample along the first dimension, or other objects: a list
+                holds one entry per sample, and a tuple, mapping or dataclass holds several such values, for example
+                ``(predictions, references)``. A scalar is gathered from each process.
             use_gather_object: gather tensors as objects: their shapes may then differ.
+
+        Returns:
+            Tensors in the same nesting. Objects in one list: lists and tuples of the processes are joined, as
+            `gather_object` joins them, and other values are collected in rank order.
+
+        Raises:
+            ConfigurationError: on every process, if the batch has repeated samples and a value has no entry per sample.
         """
         return self.collectives.gather_for_metrics(input_data, use_gather_object, self.accumulation.batches)
 

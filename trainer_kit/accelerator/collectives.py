@@ -16,7 +16,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from trainer_kit.accelerator.joint_calls import JointCalls
-from trainer_kit.core.collective_errors import compare, same_everywhere, shape_of, signature
+from trainer_kit.accelerator.repeated_samples import NOTHING, drop_repeats, refusal
+from trainer_kit.core.collective_errors import compare, on_every_rank, same_everywhere, shape_of, signature
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
@@ -87,9 +88,12 @@ class Collectives:
         """Gather the results of a batch without those of repeated samples, once from each data shard.
 
         Args:
-            data: nested tensors with one entry per sample, or other objects.
+            data: nested tensors or other objects with one entry per sample; see `drop_repeats`.
             use_gather_object: gather tensors as objects: their shapes may then differ.
             batches: the loader of the batch, with its ``size`` and ``counts``; None outside a loader.
+
+        Raises:
+            ConfigurationError: on every process, if samples are repeated and a value has no entry per sample.
         """
         with self.during("gather_for_metrics"):
             group = self.data
@@ -97,9 +101,11 @@ class Collectives:
             if use_gather_object or not _only_tensors(data):
                 if group.size > 1:
                     compare(group, "gather_for_metrics(objects)")
-                if counts is not None and isinstance(data, (list, tuple)) and len(data) == batches.size:
-                    data = data[: counts[group.rank]]
-                return _gather_object(group, data)
+                if counts is None:
+                    return _gather_object(group, data)
+                size, count = batches.size, counts[group.rank]
+                parts = on_every_rank(group, lambda: drop_repeats(data, size, count))
+                return _joined([part for part in parts if not isinstance(part, type(NOTHING))])
             if counts is None:
                 return _gather(group, data, "gather_for_metrics")
             return _gather_rows(group, data, batches.size, counts)
@@ -213,10 +219,13 @@ def _gathered(group: Group, tensor: Tensor) -> Tensor:
 
 
 def _gather_object(group: Group, data: Any) -> list[Any]:
-    everyone = group.all_gather_object(data)
-    if all(isinstance(part, (list, tuple)) for part in everyone):
-        return [item for part in everyone for item in part]
-    return everyone
+    return _joined(group.all_gather_object(data))
+
+
+def _joined(parts: list[Any]) -> list[Any]:
+    if all(isinstance(part, (list, tuple)) for part in parts):
+        return [item for part in parts for item in part]
+    return parts
 
 
 def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
@@ -224,23 +233,28 @@ def _gather_rows(group: Group, data: Any, size: int, counts: list[int]) -> Any:
 
     Args:
         group: the processes.
-        data: nested tensors. Tensors with one entry per sample of the batch are cut to ``counts``; others may differ
-            in length, and stay whole. Scalars make a vector.
+        data: nested tensors with one entry per sample, which are cut to ``counts``. A scalar, or a tensor of one row,
+            is one value of each process and stays whole, unless the batch has only one sample.
         size: the number of samples in the batch on this process.
         counts: for each process, the number of samples that are not repeated.
 
     Raises:
         RankError: on every process, if tensors differ in more than their length.
+        ConfigurationError: on every process, if a tensor has another length.
     """
     lengths, sizes = _lengths(group, "gather_for_metrics", data, 0, size, alike=True)
     found = iter(lengths)
+    single = max(sizes) == 1
 
     def gather_rows(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0:
-            return _gathered(group, tensor)
-        theirs = next(found)
-        keep = counts if theirs == sizes else theirs
-        parts = _gathered(group, _padded(tensor, max(theirs))).tensor_split(group.size)
+        theirs = next(found) if tensor.ndim else [1] * group.size
+        keep = theirs
+        if theirs == sizes and (tensor.ndim or single):
+            keep = counts
+        elif counts != sizes and max(theirs) > 1:
+            raise refusal(f"tensors of {theirs} rows on the processes", size)
+        rows = tensor if tensor.ndim else tensor.unsqueeze(0)
+        parts = _gathered(group, _padded(rows, max(theirs))).tensor_split(group.size)
         return torch.cat([part[:count] for part, count in zip(parts, keep, strict=True)])
 
     return map_tensors(data, gather_rows)
