@@ -399,6 +399,10 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run one micro-batch: gradients are exchanged, and optimizers step, only at the end of a window.
 
+        A batch counts once, however many models are trained on it: ``accumulate(a)`` and ``accumulate(b)`` on one
+        batch, nested or one after the other, belong to one micro-batch. Asking again for the same models begins the
+        next one.
+
         Args:
             models: the models that are trained in it.
         """
@@ -530,7 +534,7 @@ class Accelerator:
     def sync_gradients(self, sync: bool) -> None:
         if sync not in (True, False):
             raise ConfigurationError("sync_gradients is True or False", found=f"sync_gradients={sync!r}")
-        self.accumulation.sync = bool(sync)
+        self.accumulation.set_sync(bool(sync))
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -881,12 +885,16 @@ class Accelerator:
 
     @property
     def step(self) -> int:
-        """A number that saved states store for the user."""
-        return self.checkpoints.step
+        """The number of micro-batches in `accumulate` since the last end of a prepared loader; 0 at that end.
+
+        Saved states contain it. Setting it moves the window: it ends when the number is a multiple of
+        `gradient_accumulation_steps`.
+        """
+        return self.accumulation.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.checkpoints.step = step
+        self.accumulation.place(step)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include further objects in saved states, through ``state_dict`` and ``load_state_dict``.

@@ -239,6 +239,7 @@ class PreparedLoader:
         asked: whether `ask_for_sizes` was called.
         counts: for each process, the samples of the current batch that are not repeated; None: all of them.
         end_of_dataloader: whether the current batch is the last one.
+        batches_read: the number of batches yielded in all epochs.
     """
 
     def __init__(
@@ -279,7 +280,7 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of the current iteration
         self._resume: tuple[int, int] | None = None
-        self._read = 0  # batches yielded in all epochs
+        self.batches_read = 0
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
         self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
         self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
@@ -323,9 +324,16 @@ class PreparedLoader:
 
     @property
     def remainder(self) -> int:
-        """The last batch's samples over all processes, without repeated ones; 0 for a full batch, -1 for a stream."""
-        sized = isinstance(self.dataloader.dataset, Sized)
-        return self.total_dataset_length % self.total_batch_size if sized else -1
+        """The last batch's samples over all processes, without repeated ones; 0 for a full batch.
+
+        -1 for a stream before its last batch, for batches of unknown size, and with ``drop_last``.
+        """
+        if self._drop_last:
+            return -1
+        dataset = getattr(self.dataloader, "dataset", None)
+        if isinstance(dataset, Sized) and self.feed.per_rank_batch_size is not None:
+            return len(dataset) % self.total_batch_size
+        return sum(self.counts) if self.end_of_dataloader and self.counts is not None else -1
 
     @property
     def batch_sampler(self) -> Any:
@@ -394,7 +402,7 @@ class PreparedLoader:
                     break  # this process has no samples of the last batch
                 self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
                 at += 1
-                self._read += 1
+                self.batches_read += 1
                 self._position = (epoch, at)
                 if feed.stateful:
                     feed.loader_state.forget(at * self.group.size if self._shared else at)
@@ -479,8 +487,9 @@ class PreparedLoader:
         inside = self._position is not None or self._resume is not None
         each = self.group.size if self._shared else 1
         feed = self.feed
-        state = feed.loader_state.state_dict(epoch if inside or feed.once else None, batch * each, self._read * each)
-        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self._read}
+        begun = epoch if inside or feed.once else None
+        state = feed.loader_state.state_dict(begun, batch * each, self.batches_read * each)
+        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self.batches_read}
         return {**place, "seed": self.seed, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -497,7 +506,7 @@ class PreparedLoader:
             batch = self._batches_of(samples)
         self.iteration, self._position = epoch, None
         self._resume = (epoch, batch) if batch else None
-        self.seed, self._read = int(states[0]["seed"]), int(states[0]["read"])
+        self.seed, self.batches_read = int(states[0]["seed"]), int(states[0]["read"])
         self.feed = self._make_feed(self.even, self.seed)
         self._load_tracks([state["track"] for state in states])
 
