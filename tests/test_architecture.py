@@ -71,7 +71,8 @@ FOREIGN_MEMBERS = {
         sched_getaffinity sysconf target targets""",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
         _clear_DTensor_sharding_propagator_cache
-        _metadata _num_yielded _orig_mod _reset_parameters _schedulers _torchdynamo_orig_callable _unsharded_param
+        _metadata _num_yielded _orig_mod _reset_parameters _schedulers _step_count _torchdynamo_orig_callable
+        _unsharded_param
         all_gather_single_autograd base_lrs chunks device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
         reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait worker_method""",
@@ -88,7 +89,7 @@ FOREIGN_MEMBERS = {
     "transformers and peft": """_no_split_modules _tie_weights _tp_plan auto_map base_model_prefix base_model_tp_plan
         config config_class distributed_config find_packed_sequence_indices get_output_embeddings get_text_config
         hf_device_map hidden_size hidden_sizes is_encoder_decoder module tie_encoder_decoder tie_word_embeddings
-        tp_size""",
+        tp_size use_cache""",
     "Transformer Engine, by its version": "amax_history autocast fp8_meta",
     "DeepSpeed, by its stage and version": """_z3_optimizer averaged_gradients bit16_groups clear_backward_seen_flag
         clip_grad cpu_offload ds_id ds_numel ds_shape ds_tensor fp32_groups fp32_groups_flat fp32_groups_flat_partition

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as schedules
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -95,3 +96,73 @@ def test_one_cycle_reaches_its_end_under_accumulation(steps: int) -> None:
     for _ in range(2):  # a further epoch stays there
         rates(parts)
         assert parts[-1].scheduler.last_epoch == 6 // steps
+
+
+def rates_in_micro_batches(accelerator: Any, make: Any, steps: int = 5) -> list[float]:
+    """The learning rate in each micro-batch."""
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, make(optimizer))
+    seen = []
+    for _ in range(2 * steps):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            seen.append(optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def warm_up_and_cosine(optimizer: Any) -> Any:
+    parts = [schedules.LinearLR(optimizer, 0.1, 1.0, 2), schedules.CosineAnnealingLR(optimizer, 8)]
+    return schedules.SequentialLR(optimizer, parts, [2])
+
+
+def chained(optimizer: Any) -> Any:
+    return schedules.ChainedScheduler(
+        [schedules.ConstantLR(optimizer, 0.5, 3), schedules.ExponentialLR(optimizer, 0.9)]
+    )
+
+
+class Halving(schedules.LRScheduler):
+    def get_lr(self) -> list[float]:
+        return [base * 0.5**self.last_epoch for base in self.base_lrs]
+
+
+SCHEDULES = {
+    "sequential": warm_up_and_cosine,
+    "chained": chained,
+    "warm restarts": lambda optimizer: schedules.CosineAnnealingWarmRestarts(optimizer, 2),
+    "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 0.5, total_steps=11),
+    "lambda": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 0.9**step),
+    "cosine": lambda optimizer: schedules.CosineAnnealingLR(optimizer, 3),
+    "user's own": Halving,
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"step_scheduler_with_optimizer": False}])
+def test_rates_under_accumulation_are_those_of_a_plain_loop_and_of_accelerate(name: str, options: Any) -> None:
+    make = SCHEDULES[name]
+    found = rates_in_micro_batches(Accelerator(cpu=True, gradient_accumulation_steps=2, **options), make)
+    if "step_scheduler_with_optimizer" not in options:
+        optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
+        scheduler, expected = make(optimizer), []
+        for _ in range(5):
+            expected.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+            expected.append(optimizer.param_groups[0]["lr"])
+        assert found == expected
+    if name in ("sequential", "chained"):
+        return  # Accelerate ends with an AttributeError
+    accelerate = pytest.importorskip("accelerate")
+    given = dict(options)
+    if given.pop("split_batches", False):
+        given["dataloader_config"] = accelerate.DataLoaderConfiguration(split_batches=True)
+    theirs = rates_in_micro_batches(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **given), make)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    assert found == theirs

@@ -36,7 +36,9 @@ def test_tensorboard(tmp_path):
     log_three(accelerator, init_kwargs={"tensorboard": {"flush_secs": 5}})
     accelerator.log({"nested": {"a": 1, "b": np.float32(2)}, "note": "text"}, step=3)
     tracker = accelerator.get_tracker("tensorboard")
-    tracker.log_images({"picture": np.zeros((1, 4, 4, 3), dtype=np.uint8)}, step=3)
+    tracker.log_images({"picture": np.zeros((1, 3, 4, 6), dtype=np.uint8)}, step=3)
+    rows_first = {"rows first": np.zeros((1, 4, 6, 3), dtype=np.uint8)}
+    tracker.log_images(rows_first, step=3, dataformats="NHWC")
     tracker.writer.add_scalar("direct", 7.0, 0)
     assert accelerator.get_tracker("tensorboard", unwrap=True) is tracker.writer
     accelerator.end_training()
@@ -44,7 +46,9 @@ def test_tensorboard(tmp_path):
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(i, pytest.approx(1 / (i + 1))) for i in range(3)]
     assert {"nested/a", "nested/b", "direct", "accuracy"} <= set(events.Tags()["scalars"])
-    assert "picture" in events.Tags()["images"]
+    for name in ("picture", "rows first"):
+        image = events.Images(name)[0]
+        assert (image.height, image.width) == (4, 6), "torch's layout: samples, channels, rows, columns"
     assert "note/text_summary" in events.Tags()["tensors"]
 
 

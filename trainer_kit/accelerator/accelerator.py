@@ -159,15 +159,10 @@ class Accelerator:
     # Attributes of Accelerate with a constant value here.
     initialized = True
     fork_launched = False
-    is_fsdp2 = False
     has_lomo_optimizer = False
     should_save_model = True
     use_seedable_sampler = True  # the data order is always a function of seed and epoch
     use_stateful_dataloader = True  # positions of loaders are always part of a saved state
-    fsdp_plugin = None
-    megatron_lm_plugin = None
-    torch_tp_plugin = None
-    flag_tensor = None
     _reset_state = staticmethod(forget_newest)  # Accelerate scripts call it between two Accelerators
     # Lists of the parts, which Accelerate scripts read and may replace.
     log_with = _list_of("tracking", "log_with")
@@ -209,6 +204,7 @@ class Accelerator:
         **unknown: Any,
     ) -> None:
         engines = engine_arguments(locals())
+        self.torch_tp_plugin = torch_tp_plugin
         self.environment = Environment.detect()
         self.deepspeed_plugins = named_plugins(engines)
         options = {**plugins(engines, self.deepspeed_plugins), **by_kind(kwargs_handlers)}
@@ -243,6 +239,7 @@ class Accelerator:
         self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
         self.ddp_handler: DistributedDataParallelKwargs | None = options.get(DistributedDataParallelKwargs)
         self.init_handler: InitProcessGroupKwargs | None = options.get(InitProcessGroupKwargs)
+        self._engine_options = options
         project = self._project
         self.collectives = self.processes.collectives
         self.parallel_ranks = ParallelRanks(self.strategy)
@@ -399,6 +396,10 @@ class Accelerator:
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run one micro-batch: gradients are exchanged, and optimizers step, only at the end of a window.
 
+        A batch counts once, however many models are trained on it: ``accumulate(a)`` and ``accumulate(b)`` on one
+        batch, nested or one after the other, belong to one micro-batch. Asking again for the same models begins the
+        next one.
+
         Args:
             models: the models that are trained in it.
         """
@@ -530,7 +531,7 @@ class Accelerator:
     def sync_gradients(self, sync: bool) -> None:
         if sync not in (True, False):
             raise ConfigurationError("sync_gradients is True or False", found=f"sync_gradients={sync!r}")
-        self.accumulation.sync = bool(sync)
+        self.accumulation.set_sync(bool(sync))
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -613,6 +614,11 @@ class Accelerator:
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last check; collective call."""
         return self.collectives.check_trigger()
+
+    @property
+    def flag_tensor(self) -> Tensor:
+        """1 where this process has called `set_trigger` since the last check, else 0."""
+        return torch.tensor(int(self.collectives.triggered), device=self.device)
 
     # -- the processes ---------------------------------------------------------------------------------------------
 
@@ -769,8 +775,26 @@ class Accelerator:
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """Whether FSDP2 shards the parameters."""
+        """Whether the parameters are sharded on a mesh."""
         return self.strategy.mesh is not None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP shards the parameters, alone or on a mesh: always as FSDP2, also for ``fsdp_version=1``."""
+        return self.distributed_type == DistributedType.FSDP or self.fsdp_plugin is not None
+
+    @property
+    def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
+        """The options of FSDP, from the argument or the launcher, if it runs; None for ``strategy=`` objects too."""
+        found: FullyShardedDataParallelPlugin | None = self._engine_options.get(FullyShardedDataParallelPlugin)
+        runs = self.distributed_type == DistributedType.FSDP or self.strategy.mesh is not None
+        return found if runs else None
+
+    @property
+    def megatron_lm_plugin(self) -> MegatronLMPlugin | None:
+        """The options of Megatron, from the argument or the launcher, if it runs."""
+        found: MegatronLMPlugin | None = self._engine_options.get(MegatronLMPlugin)
+        return found if self.distributed_type == DistributedType.MEGATRON_LM else None
 
     @property
     def data_parallel_rank(self) -> int:
@@ -881,12 +905,16 @@ class Accelerator:
 
     @property
     def step(self) -> int:
-        """A number that saved states store for the user."""
-        return self.checkpoints.step
+        """The number of micro-batches in `accumulate` since the last end of a prepared loader; 0 at that end.
+
+        Saved states contain it. Setting it moves the window: it ends when the number is a multiple of
+        `gradient_accumulation_steps`.
+        """
+        return self.accumulation.step
 
     @step.setter
     def step(self, step: int) -> None:
-        self.checkpoints.step = step
+        self.accumulation.place(step)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Include further objects in saved states, through ``state_dict`` and ``load_state_dict``.

@@ -33,6 +33,12 @@ class Batches(Protocol):
     """Whether the current batch is the last one."""
     asked: bool
     """Whether `ask_for_sizes` was called."""
+    batches_read: int
+    """The number of batches yielded in all epochs."""
+
+    @property
+    def remainder(self) -> int:
+        """The samples of the last batch over all processes; 0 if that batch is full, -1 if the number is unknown."""
 
     def ask_for_sizes(self) -> None:
         """Warn if the sample counts that determine batch weights are uncertain."""
@@ -63,9 +69,10 @@ class Accumulation:
         reading: loaders that are being read, the latest last.
         turn: the number of this micro-batch.
         taken: the number of optimizer steps.
+        step: the number of micro-batches since the last end of a loader, as Accelerate counts them; 0 at that end.
         ahead: whether this micro-batch has not run its backward yet.
         joining: whether processes may have no batches left, so that weights are not exchanged.
-        models: the models of the next micro-batch.
+        models: the models of the next context.
         corrected: optimizers whose gradients were corrected, and which have not stepped since.
     """
 
@@ -91,16 +98,21 @@ class Accumulation:
         self.reading: list[Batches] = []
         self.turn = 0
         self.taken = 0
+        self.step = 0
         self.joining = False
         self.models: tuple[nn.Module, ...] = ()
         self.ahead = False
         self.corrected: set[Optimizer] = set()
         self._reached = 0  # the last micro-batch with a backward
+        self._reached_before = 0  # the same, without this micro-batch
         self._quiet = quiet
         self._complete = complete
-        self._silence: AbstractContextManager[None] | None = None
         self._count = 0  # micro-batches since the window began
-        self._inside = False  # whether an `accumulate` context is open
+        self._position = 0  # micro-batches that count toward `steps`; differs from `_count` after `place`
+        self._depth = 0  # open contexts
+        self._silences: list[AbstractContextManager[None] | None] = []  # one for each open context
+        self._asked: set[tuple[int, ...]] = set()  # ids of models, one entry per context of this micro-batch
+        self._batch: tuple[Batches | None, int] = (None, 0)  # the loader and its batch of this micro-batch
         self._reference: float | None = None  # the divisor of losses
         self._expected = 0.0  # the total weight at which gradients need no correction
         self._known = 0.0  # weight of the earlier micro-batches, over all processes
@@ -113,33 +125,72 @@ class Accumulation:
         self._done = False  # whether an optimizer has stepped with this window
 
     def __enter__(self) -> None:
-        """Begin a micro-batch."""
-        if self.sync:
-            self._begin()
-            self._count = 0
-            self.corrected.clear()
-        elif self._shared:
-            self._known += self._weight
-        else:
-            self._mine += self._weight
-        self._weight = 0.0
-        self._count += 1
-        self.turn += 1
+        """Begin a micro-batch, or continue it with other models.
+
+        A batch of a prepared loader is one micro-batch for all models: contexts of other models that are nested, or
+        that follow on the same batch, belong to it. A context of the same models begins the next micro-batch, for a
+        loop that divides a batch itself.
+        """
+        # Without further methods: this runs for every micro-batch, and calls cost more than the rest.
+        asking = tuple(map(id, self.models))
         batches = self.batches
-        last = batches is not None and self.sync_with_dataloader and batches.end_of_dataloader
-        self.sync = last or self._count >= self.steps
-        self._inside = self.ahead = True
+        batch = (batches, 0 if batches is None else batches.batches_read)
+        if not self._depth:
+            self.ahead = True
+            asked = self._asked
+            if not asking or batch != self._batch or asking in asked or () in asked or not asked:
+                self._batch = batch
+                asked.clear()
+                if self.sync:
+                    self._begin()
+                    self._count = 0
+                    self.corrected.clear()
+                elif self._shared:
+                    self._known += self._weight
+                else:
+                    self._mine += self._weight
+                self._weight = 0.0
+                self._count += 1
+                self.turn += 1
+                self._reached_before = self._reached
+                if batches is not None and self.sync_with_dataloader and batches.end_of_dataloader:
+                    self.step = 0
+                    self._position = self.steps
+                else:
+                    self.step += 1
+                    self._position += 1
+                self.sync = self._position >= self.steps
+                if self.sync:
+                    self._position = 0
+        self._asked.add(asking)
+        self._depth += 1
+        silence = None
         if self._quiet is not None and not self.sync:
-            self._silence = self._quiet(*self.models)
-            self._silence.__enter__()
+            silence = self._quiet(*self.models)
+            silence.__enter__()
+        self._silences.append(silence)
 
     def __exit__(self, *error: Any) -> None:
-        """End the micro-batch."""
-        self._inside = self.ahead = False
-        if self._silence is not None:
-            silence = self._silence
-            self._silence = None
+        """End the context; the micro-batch may go on with other models."""
+        silence = self._silences.pop()
+        self._depth -= 1
+        if not self._depth:
+            self.ahead = False
+            batches = self.batches  # a loop may read its batch inside the context
+            self._batch = (batches, 0 if batches is None else batches.batches_read)
+        if silence is not None:
             silence.__exit__(*error)
+
+    def set_sync(self, sync: bool) -> None:
+        """Set whether this micro-batch ends its window."""
+        self.sync = sync
+        if sync:
+            self._position = 0
+
+    def place(self, step: int) -> None:
+        """Count micro-batches from ``step`` on: the window ends at the next multiple of ``steps``."""
+        self.step = step
+        self._position = step % self.steps
 
     def _begin(self) -> None:
         self._known = self._mine = self._weight = 0.0
@@ -162,7 +213,7 @@ class Accumulation:
             ConfigurationError: two losses of one batch have different weights, or only some losses have a weight.
                 With ``fixed_divisor``: a loss has a weight.
         """
-        inside = self._inside
+        inside = self._depth > 0
         self._reached = self.turn
         self.ahead = False
         if weight is not None:
@@ -205,7 +256,7 @@ class Accumulation:
                 found="backward(loss, weight=...) and GradientAccumulationPlugin(fixed_divisor=True)",
                 fix="leave one of them out; weight= gives the mean over all tokens, in short windows too",
             )
-        if not self._inside and self._done:
+        if not self._depth and self._done:
             self._begin()
         if self._reference is not None and not self._explicit:
             raise ConfigurationError(
@@ -218,7 +269,7 @@ class Accumulation:
                 "two losses of one batch have different weights",
                 found=f"weight={self._weight:g} and weight={weight:g}",
                 fix="use one weight per batch, and multiply the losses by their factors"
-                if self._inside
+                if self._depth
                 else "read each micro-batch of the step inside `with accelerator.accumulate(model):`",
             )
         if self.joining:
@@ -241,10 +292,11 @@ class Accumulation:
             before: the micro-batch in which ``zero_grad`` was last called before a backward.
         """
         earlier = self.turn - self._count  # the last micro-batch of the previous window
-        if 0 < self._reached <= earlier:
+        reached = self._reached_before
+        if 0 < reached <= earlier:
             return True
         # A loop that does not call `zero_grad` before every backward abandons the window by this call.
-        return self.sync and not earlier < before == self._reached
+        return self.sync and not earlier < before == reached
 
     @property
     def began(self) -> bool:
@@ -305,22 +357,26 @@ class Accumulation:
         """Abandon the current step."""
         self._begin()
         self.reading.clear()
-        self._count = 0
+        self._count = self._position = self.step = 0
         self.sync = True
         self.batches = None
         self.models = ()
+        self._asked.clear()
         self.corrected.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the window, without gradients."""
         return {"sync": self.sync, "count": self._count}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue at a saved position."""
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Continue at a saved position, after ``step`` micro-batches."""
         self._begin()
         self.corrected.clear()
+        self._asked.clear()
+        self.step = step
         self.sync = bool(state["sync"])
         self._count = int(state["count"])
+        self._position = 0 if self.sync else self._count
 
 
 @final
@@ -362,9 +418,9 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """The samples of the current batch over all processes that are not repeated; -1: all of them."""
+        """The samples of the loader's last batch over all processes; 0 if that batch is full, -1 if unknown."""
         batches = self._accumulation.batches
-        return -1 if batches is None or batches.counts is None else sum(batches.counts)
+        return -1 if batches is None else batches.remainder
 
     @property
     def sync_with_dataloader(self) -> bool:

@@ -65,7 +65,6 @@ class Checkpoints:
         project: the configuration of the project's directories.
 
     Attributes:
-        step: a number that a state stores for the user.
         objects: the registered objects.
     """
 
@@ -78,7 +77,6 @@ class Checkpoints:
         prepared: Prepared,
         project: ProjectConfiguration,
     ) -> None:
-        self.step = 0
         self.objects: list[Any] = []
         self._before_save: OrderedDict[int, Callable[..., None]] = OrderedDict()
         self._before_load: OrderedDict[int, Callable[..., None]] = OrderedDict()
@@ -152,7 +150,8 @@ class Checkpoints:
         if buffers is not None and any(any(theirs) for theirs in buffers):  # None on all but the writing process
             state["buffers"] = buffers
         advances = [one.times for one in self._prepared.schedulers]
-        state["progress"] = {"step": self.step, "iteration": self._project.iteration, "scheduler_steps": advances}
+        step, iteration = self._accumulation.step, self._project.iteration
+        state["progress"] = {"step": step, "iteration": iteration, "scheduler_steps": advances}
         return state
 
     def _names(self) -> dict[int, str]:
@@ -212,7 +211,11 @@ class Checkpoints:
         return str(target)
 
     def _write(self, target: Path, state: dict[str, Any], work: Path) -> None:
-        info = {"step": self.step, "world_size": self._processes.num_processes, "iteration": self._project.iteration}
+        info = {
+            "step": self._accumulation.step,
+            "world_size": self._processes.num_processes,
+            "iteration": self._project.iteration,
+        }
 
         if self._strategy.sharded:
             from trainer_kit.checkpoint.sharded import write_sharded  # importing torch's planner takes half a second
@@ -255,7 +258,8 @@ class Checkpoints:
         if (theirs := fail_together(self._world, lambda: find_deepspeed(path))) is not None:
             schedulers = [one.scheduler for one in self._prepared.schedulers]
             parts = (self._modules, self._optimizers, schedulers)
-            self.step = _load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
+            steps = _load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
+            self._accumulation.place(steps * self._accumulation.steps)
             return
         state = self._read(path)
         models = list(self._prepared.models)
@@ -285,7 +289,6 @@ class Checkpoints:
         fail_together(self._world, load_models)
         owned = [owned_parameters(self._strategy, optimizer) for optimizer in self._optimizers]
         fail_together(self._world, lambda: self._load_rest(state, owned))
-        self.step = state["progress"]["step"]
         self._compare_schedulers(state["progress"].get("scheduler_steps"))
         named = _NUMBERED.fullmatch(path.name)
         self._project.iteration = (int(named[1]) if named else state["progress"]["iteration"]) + 1
@@ -314,7 +317,7 @@ class Checkpoints:
             kept = changed.get(id(OptimizerProxy.unwrapped(stepped)), {})
             restore_scheduler(scheduler.scheduler, saved, "lr" in kept)
         self._precision.load_state_dict(state["precision"])
-        self._accumulation.load_state_dict(state["window"])
+        self._accumulation.load_state_dict(state["window"], int(state["progress"]["step"]))
         for one, saved in zip(self.objects, state["objects"], strict=True):
             one.load_state_dict(saved)
         seeds = [loader.seed for loader in prepared.loaders]

@@ -39,6 +39,9 @@ class Collectives:
         data: the processes over which batches are sharded; by default all of them.
         debug: compare the calls of all processes before each exchange.
         calls: counts the calls, and adds an explanation to their errors.
+
+    Attributes:
+        triggered: whether this process has called `set_trigger` since the last check.
     """
 
     def __init__(
@@ -49,7 +52,7 @@ class Collectives:
         self.debug = debug
         self._calls = calls
         self._several = world.size > 1 and dist.is_initialized()  # processes of torch_xla have no store
-        self._triggered = False
+        self.triggered = False
 
     def during(self, call: str, data: Any = None) -> AbstractContextManager[None]:
         """Return the context in which a collective call runs.
@@ -184,14 +187,14 @@ class Collectives:
 
     def set_trigger(self) -> None:
         """Set the trigger; on every process the next `check_trigger` returns True."""
-        self._triggered = True
+        self.triggered = True
 
     def check_trigger(self) -> bool:
         """Whether any process has set the trigger since the last check."""
         with self.during("check_trigger"):
-            found = any(row[0] for row in self.world.agree([float(self._triggered)]))
+            found = any(row[0] for row in self.world.agree([float(self.triggered)]))
         if found:
-            self._triggered = False
+            self.triggered = False
         return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
 from itertools import cycle, islice
@@ -239,6 +240,7 @@ class PreparedLoader:
         asked: whether `ask_for_sizes` was called.
         counts: for each process, the samples of the current batch that are not repeated; None: all of them.
         end_of_dataloader: whether the current batch is the last one.
+        batches_read: the number of batches yielded in all epochs.
     """
 
     def __init__(
@@ -279,7 +281,7 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of the current iteration
         self._resume: tuple[int, int] | None = None
-        self._read = 0  # batches yielded in all epochs
+        self.batches_read = 0
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
         self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
         self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
@@ -323,9 +325,16 @@ class PreparedLoader:
 
     @property
     def remainder(self) -> int:
-        """The last batch's samples over all processes, without repeated ones; 0 for a full batch, -1 for a stream."""
-        sized = isinstance(self.dataloader.dataset, Sized)
-        return self.total_dataset_length % self.total_batch_size if sized else -1
+        """The last batch's samples over all processes, without repeated ones; 0 for a full batch.
+
+        -1 for a stream before its last batch, for batches of unknown size, and with ``drop_last``.
+        """
+        if self._drop_last:
+            return -1
+        dataset = getattr(self.dataloader, "dataset", None)
+        if isinstance(dataset, Sized) and self.feed.per_rank_batch_size is not None:
+            return len(dataset) % self.total_batch_size
+        return sum(self.counts) if self.end_of_dataloader and self.counts is not None else -1
 
     @property
     def batch_sampler(self) -> Any:
@@ -394,7 +403,7 @@ class PreparedLoader:
                     break  # this process has no samples of the last batch
                 self._note(feed, at, size, missing, after is _END if ahead else at + 1 == known)
                 at += 1
-                self._read += 1
+                self.batches_read += 1
                 self._position = (epoch, at)
                 if feed.stateful:
                     feed.loader_state.forget(at * self.group.size if self._shared else at)
@@ -479,8 +488,9 @@ class PreparedLoader:
         inside = self._position is not None or self._resume is not None
         each = self.group.size if self._shared else 1
         feed = self.feed
-        state = feed.loader_state.state_dict(epoch if inside or feed.once else None, batch * each, self._read * each)
-        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self._read}
+        begun = epoch if inside or feed.once else None
+        state = feed.loader_state.state_dict(begun, batch * each, self.batches_read * each)
+        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self.batches_read}
         return {**place, "seed": self.seed, "track": state}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
@@ -497,7 +507,7 @@ class PreparedLoader:
             batch = self._batches_of(samples)
         self.iteration, self._position = epoch, None
         self._resume = (epoch, batch) if batch else None
-        self.seed, self._read = int(states[0]["seed"]), int(states[0]["read"])
+        self.seed, self.batches_read = int(states[0]["seed"]), int(states[0]["read"])
         self.feed = self._make_feed(self.even, self.seed)
         self._load_tracks([state["track"] for state in states])
 
@@ -680,17 +690,10 @@ def prepare_loader(
     Raises:
         ConfigurationError: ``split_batches`` with a batch size that is not divisible by the number of processes.
     """
-    batch_size = None
+    batch_size, source = None, loader
     if config.split_batches:
-        whole = getattr(loader, "batch_size", None)
-        if whole is None or whole % group.size:
-            raise ConfigurationError(
-                "split_batches needs a batch size that is divisible by the number of processes",
-                found=f"batch_size={whole} over {group.size} processes",
-                fix=f"use a multiple of {group.size}, or leave split_batches out",
-            )
-        batch_size = whole // group.size
-    stream = not Feed(loader, seed=seed).indexed
+        batch_size, source = _split_loader(loader, group.size)
+    stream = not Feed(source, seed=seed).indexed
     asked = config.dispatch_batches
     # A stream shuffled during reading has a different order on each process, unless one process reads for all.
     dispatch = world.size > 1 and (stream if asked is None else asked)
@@ -698,7 +701,7 @@ def prepare_loader(
 
     return PreparedLoader(
         loader,
-        partial(_make_feed, loader, rank, size, batch_size),  # can be pickled, unlike a closure
+        partial(_make_feed, source, rank, size, batch_size),  # can be pickled, unlike a closure
         group,
         device,
         window,
@@ -710,6 +713,78 @@ def prepare_loader(
         end=end,
         before_epoch=before_epoch,
     )
+
+
+def _split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
+    """Return the batch size of a process under ``split_batches``, and the loader to read.
+
+    A batch sampler has its own batch size: the loader gets another one, which yields the parts of each batch.
+
+    Raises:
+        ConfigurationError: the batch size is unknown, or not divisible by the number of processes.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    by_sampler = getattr(loader, "batch_size", None) is None and batches is not None
+    owner = batches if by_sampler else loader
+    whole = getattr(owner, "batch_size", None)
+    if not isinstance(whole, int):
+        raise ConfigurationError(
+            "split_batches needs to know the batch size, to divide it by the number of processes",
+            found=f"a {type(owner).__name__} without a number as batch_size",
+            fix="give it the attribute batch_size, or leave split_batches out",
+        )
+    if whole % processes:
+        raise ConfigurationError(
+            "split_batches needs a batch size that is divisible by the number of processes",
+            found=f"batch_size={whole} over {processes} processes",
+            fix=f"use a multiple of {processes}, or leave split_batches out",
+        )
+    if not by_sampler:
+        return whole // processes, loader
+    divided = copy.copy(loader)
+    # DataLoader.__setattr__ refuses to set these.
+    divided.__dict__.update(_iterator=None, batch_sampler=_BatchParts(batches, whole, processes))
+    return None, divided
+
+
+@final
+class _BatchParts(BatchSampler):
+    """The parts of each batch of a batch sampler, one after the other, as many as there are processes."""
+
+    def __init__(self, batches: Any, batch_size: int, processes: int) -> None:
+        self.batches = batches
+        self.batch_size = batch_size // processes
+        self._whole = batch_size
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "batches":
+            raise AttributeError(name)
+        return getattr(self.batches, name)
+
+    def __len__(self) -> int:
+        parts = self._whole // self.batch_size
+        whole, rest = divmod(self._samples, self._whole) if self._samples is not None else (len(self.batches), 0)
+        return whole * parts + -(-rest // self.batch_size)
+
+    @property
+    def _samples(self) -> int | None:
+        """The number of samples in all batches, if torch's own batch sampler makes them."""
+        if type(self.batches) is not BatchSampler or self.batches.drop_last:
+            return None
+        sampler = self.batches.sampler
+        return len(sampler) if isinstance(sampler, Sized) else None
+
+    def __iter__(self) -> Iterator[Any]:
+        short = False
+        for batch in self.batches:
+            if short or len(batch) > self._whole:
+                raise ConfigurationError(
+                    "split_batches needs batches of one size, except the last",
+                    found=f"a batch of another size than batch_size={self._whole} of {type(self.batches).__name__}",
+                    fix="leave split_batches out",
+                )
+            short = len(batch) < self._whole
+            yield from (batch[at : at + self.batch_size] for at in range(0, len(batch), self.batch_size))
 
 
 def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:

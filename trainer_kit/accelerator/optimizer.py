@@ -149,7 +149,7 @@ class AcceleratedScheduler:
         self.times = times
         self._window = window
         self._with_optimizer = with_optimizer
-        self._adjust = adjust
+        self._adjust = adjust and hasattr(scheduler, "_step_count")  # chained schedulers count nothing themselves
         self.before_first_step: Callable[[], None] | None = None
 
     def describe(self) -> str:

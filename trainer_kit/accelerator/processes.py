@@ -314,12 +314,8 @@ class PartialState(Processes):
 
     initialized = True
     fork_launched = False
-    is_fsdp2 = False
     deepspeed_plugin = None
     deepspeed_plugins: Mapping[str, Any] = MappingProxyType({})
-    fsdp_plugin = None
-    megatron_lm_plugin = None
-    torch_tp_plugin = None
     _debug: ClassVar[bool | None] = None
 
     @staticmethod

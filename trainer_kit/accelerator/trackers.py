@@ -194,13 +194,19 @@ class LoggerTracker(GeneralTracker):
                     self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log images: arrays ``(n, height, width, 3)`` for TensorBoard, lists of images for other trackers."""
+        """Log images.
+
+        Args:
+            values: by name: for TensorBoard arrays ``(n, 3, height, width)``, for other trackers lists of images.
+            step: the step of the images.
+            options: of ``SummaryWriter.add_images``: ``dataformats="NHWC"`` for arrays ``(n, height, width, 3)``.
+        """
         if self.name == "wandb" or isinstance(self.logger, RunLogger):
             for name, pictures in values.items():
                 self.logger.log_image(name, list(pictures), step)
         elif hasattr(self.tracker, "add_images"):
             for name, pictures in values.items():
-                self.tracker.add_images(name, pictures, step, **{"dataformats": "NHWC", **options})
+                self.tracker.add_images(name, pictures, step, **options)
 
     def finish(self) -> None:
         """Close the tracker at the end of the run."""

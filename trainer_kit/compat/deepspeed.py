@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, fields
 from typing import Any, Final, final
 
@@ -210,8 +210,7 @@ class DeepSpeedPlugin:
         self._accumulate()
         self.zero3_init_flag = bool(is_true(self.zero3_init_flag))
         self._known_to_transformers: Any = None
-        if self.is_zero3_init_enabled():
-            self._configure_transformers()
+        self._configure_transformers()
 
     def _accumulate(self) -> None:
         written = self.deepspeed_config.setdefault("gradient_accumulation_steps", "auto")
@@ -232,7 +231,13 @@ class DeepSpeedPlugin:
         self.deepspeed_config["gradient_accumulation_steps"] = self.gradient_accumulation_steps
 
     def _configure_transformers(self) -> None:
-        """Make ``from_pretrained`` of transformers shard weights for as long as this object exists."""
+        """Make ``from_pretrained`` of transformers shard weights if `is_zero3_init_enabled`; else leave them whole.
+
+        transformers reads a configuration for as long as the object that it got exists.
+        """
+        if not self.is_zero3_init_enabled():
+            self._known_to_transformers = None
+            return
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
         except ImportError as error:
@@ -246,8 +251,22 @@ class DeepSpeedPlugin:
         return bool(self.zero3_init_flag) and self.zero_stage == 3
 
     def zero3_init_context_manager(self, enable: bool = False) -> AbstractContextManager[Any]:
-        """Accepted without effect: ``zero3_init_flag`` decides whether models are sharded while they are created."""
-        return nullcontext()
+        """Set in this context whether models of transformers are sharded while they are created.
+
+        Args:
+            enable: whether they are; outside of the context ``zero3_init_flag`` decides.
+        """
+        return self._zero3_init(enable)
+
+    @contextmanager
+    def _zero3_init(self, enable: bool) -> Iterator[None]:
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        self._configure_transformers()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self._configure_transformers()
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
         """The value in the JSON at a key such as ``"zero_optimization.stage"``."""

@@ -288,6 +288,7 @@ class MixedPrecision(NativePrecision):
                     self.scaler.scale(torch.zeros((), device=first.device))
                 seen = self._seen.get(id(optimizer))
                 if seen is None or seen[0].groups != len(optimizer.param_groups):  # new groups may be divided otherwise
+                    _refuse_half_gradients(optimizer, self.name)
                     seen = self._seen[id(optimizer)] = _seen_optimizers(optimizer)
                 for one in seen:
                     if one.only is None or has_gradients(one):
@@ -425,6 +426,23 @@ class _SeenOptimizer:
     def step(self) -> bool:
         self.run()
         return True
+
+
+def _refuse_half_gradients(optimizer: Optimizer, name: str) -> None:
+    """Refuse float16 gradients, which a gradient scaler cannot unscale: they overflow and underflow themselves.
+
+    Raises:
+        PrecisionError: an optimizer trains weights in float16.
+    """
+    weights = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    half = [weight for weight in weights if weight.dtype is torch.float16]
+    if half:
+        raise PrecisionError(
+            "weights in float16 cannot be trained with mixed precision, which needs float32 weights",
+            found=f"{len(half)} of {len(weights)} parameters of {type(optimizer).__name__} in float16, under {name!r}",
+            fix="build or load the model in float32 (from_pretrained(..., dtype=torch.float32), or model.float()), "
+            'and freeze what stays in float16; or train in pure float16, precision="16-true"',
+        )
 
 
 def _seen_optimizers(optimizer: Optimizer) -> list[_SeenOptimizer]:

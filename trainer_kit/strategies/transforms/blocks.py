@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -161,8 +162,15 @@ class ActivationCheckpointing(Transform):
         self.policy, self.offload = policy, offload
 
     def apply(self, module: nn.Module, mesh: DeviceMesh | None = None) -> None:
-        """Change the modules in place; a second call changes nothing."""
-        for part in units(module, self.policy).values():
+        """Change the modules in place; a second call changes nothing.
+
+        The cache of keys and values of a transformers model is switched off, with a warning: a block that is computed
+        again would fill it again, and torch raises an error that tensors differ.
+        """
+        blocks = units(module, self.policy).values()
+        if blocks:
+            _switch_cache_off(module)
+        for part in blocks:
             if not isinstance(part.__dict__.get("forward"), _Recomputed):
                 # Set on the instance, so that other instances of the class are not affected.
                 part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__, self.offload)
@@ -175,6 +183,20 @@ class ActivationCheckpointing(Transform):
                 del part.__dict__["forward"]
                 if recomputed.own:
                     part.__dict__["forward"] = recomputed.forward
+
+
+def _switch_cache_off(module: nn.Module) -> None:
+    # One per model and, for encoders and decoders, one per part.
+    found: list[Any] = [part.config for part in module.modules() if hasattr(part, "config")]
+    caching = [config for config in found if getattr(config, "use_cache", False) is True]
+    for config in caching:
+        config.use_cache = False
+    if caching:
+        warnings.warn(
+            "activation checkpointing switches the cache of keys and values off: "
+            f"{type(caching[0]).__name__}.use_cache is False from here on; set it to True again to generate",
+            stacklevel=2,
+        )
 
 
 @final
