@@ -23,8 +23,8 @@ from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_c
 from trainer_kit.checkpoint.deepspeed import DeepSpeedContent, DeepSpeedFiles, deepspeed_content, find_deepspeed
 from trainer_kit.checkpoint.files import tied_names
 from trainer_kit.checkpoint.manifest import check_content, read_manifest
-from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.checkpoint.store import checkpoints, newest_verified
+from trainer_kit.checkpoint.read import missing_checkpoint, read_checkpoint
+from trainer_kit.checkpoint.store import checkpoints, newest_verified, similar
 from trainer_kit.checkpoint.weights import export
 from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.compat.refusals import refused
@@ -50,6 +50,8 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["Checkpoints", "write_object"]
 
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+_NUMBER_IN_USE: Final = re.compile(r"checkpoint_(\d+)(?:\..*)?")
+"""Also of a checkpoint that was set aside as damaged, or of files beside one."""
 
 
 @final
@@ -362,44 +364,41 @@ class Checkpoints:
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return self._agreed(input_dir)
+            path = self._agreed(input_dir)
+            fail_together(self._world, lambda: _check_exists(path))
+            return path
         root = self._root("load_state", "pass it, or the project's: Accelerator(project_dir=...)")
 
-        def newest_sound() -> str | None:
+        def newest_sound() -> str:
             newest, damaged = newest_verified(root)
             for bad, problem in damaged:
                 self._processes.print(
                     f"checkpoint {bad.name} rejected: {problem.reason}; falling back to {newest and newest.name}"
                 )
-            return None if newest is None else str(newest)
+            if newest is None:
+                raise missing_checkpoint(root, "this directory contains no checkpoint that can be loaded")
+            return str(newest)
 
-        found = on_rank_zero(self._world, newest_sound)
-        if found is None:
-            raise CheckpointError(root, None, "this directory contains no checkpoint that can be loaded")
-        return Path(found)
+        return Path(on_rank_zero(self._world, newest_sound))
 
     def _next_path(self) -> Path:
         root = self._root("save_state", "pass it, or let Accelerator(project_dir=...) name it")
 
-        def free() -> int:
-            taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
-            wanted = self._project.iteration
-            return max(taken) + 1 if wanted in taken else wanted  # keep the checkpoints of an earlier run
+        def next_number() -> int:
+            numbers = [int(match[1]) for name in _entries(root) if (match := _NUMBER_IN_USE.fullmatch(name))]
+            return max([self._project.iteration, *(number + 1 for number in numbers)])
 
-        self._project.iteration = on_rank_zero(self._world, free)
+        self._project.iteration = on_rank_zero(self._world, next_number)
         return root / f"checkpoint_{self._project.iteration}"
 
     def _prune(self, newest: Path) -> None:
-        """Delete the oldest checkpoints beyond the limit; called when the newest one is durable."""
+        """Delete the oldest checkpoints beyond the limit, except ``newest``; called when that one is durable."""
         limit = self._project.total_limit
         if limit is None or not self._project.automatic_checkpoint_naming:
             return
-        numbered = [
-            (int(found[1]), record.path)
-            for record in checkpoints(newest.parent)
-            if (found := _NUMBERED.fullmatch(record.path.name))
-        ]
-        for _, old in sorted(numbered)[: max(0, len(numbered) - max(1, limit))]:
+        paths = [record.path for record in checkpoints(newest.parent)]
+        older = [path for path in paths if _NUMBERED.fullmatch(path.name) and path.name != newest.name]
+        for old in older[: max(0, len(older) + 1 - max(1, limit))]:
             remove_checkpoint(old)
             shutil.rmtree(_beside(Path(str(old))), ignore_errors=True)
 
@@ -525,6 +524,12 @@ def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) 
 def _part(index: int) -> str:
     """Return the name of a model in a state."""
     return "model" if index == 0 else f"model_{index}"
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_dir():
+        reason = "this is a file, not a directory of a state" if path.exists() else "this path contains no checkpoint"
+        raise missing_checkpoint(path, reason, fix=similar(path))
 
 
 def _entries(root: Path) -> list[str]:

@@ -46,7 +46,7 @@ from trainer_kit.checkpoint.manifest import (
     read_json,
     read_manifest,
 )
-from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
+from trainer_kit.checkpoint.read import files_for, missing_checkpoint, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
@@ -111,7 +111,7 @@ def _read(file: Location, device: torch.device | str, parts: Collection[str] | N
         with fetched(file.parent, [file.name]) as here:
             return _read(here / file.name, device, parts)
     if not file.exists():
-        raise CheckpointError(file, None, "does not exist", fix=similar(file))
+        raise missing_checkpoint(file, "does not exist", fix=similar(file))
     if weight_format(file) == "safetensors":
         return {"state_dict": read_tensors(file, device)}
     loaded = torch_load(file, device)

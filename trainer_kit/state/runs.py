@@ -438,7 +438,7 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         explained = not problems and (len(unknown) < len(there) or _real(place) in listed)
         if not unknown or explained:
             continue
-        newest = max(unknown, key=lambda one: one.created)
+        newest = unknown[-1]
         why = problems.get(Path(str(place)).parent) or next(iter(problems.values()), f"no {RUN} knows their run")
         raise ConfigurationError(
             f"the checkpoints in {place} belong to an unknown run",
