@@ -129,7 +129,7 @@ class Checkpoints:
     def _optimizers(self) -> list[Optimizer]:
         return [one.optimizer for one in self._prepared.optimizers]
 
-    def _collect(self, weights: list[dict[str, Any]]) -> dict[str, Any]:
+    def _collect(self, weights: list[dict[str, Any]], version: str) -> dict[str, Any]:
         """Collect a state; collective call. The result is equal on all processes, except for each process's buffers."""
         names = self._names()
         state: dict[str, Any] = {_part(i): part for i, part in enumerate(weights)}
@@ -139,14 +139,14 @@ class Checkpoints:
 
         own: list[dict[str, Tensor]] = []
 
-        def collect_here() -> tuple[dict[str, Any], list[Any], int]:
+        def collect_here() -> tuple[dict[str, Any], list[Any], int, str]:
             state["schedulers"] = [dict(one.state_dict()) for one in self._prepared.schedulers]
             state["objects"] = [dict(one.state_dict()) for one in self.objects]
             loaders = [loader.state_dict() for loader in self._prepared.loaders]
             own.extend(own_buffers(self._strategy, module) for module in self._modules)
-            return rng_state(self._strategy.device), loaders, self._strategy.data.rank
+            return rng_state(self._strategy.device), loaders, self._strategy.data.rank, version
 
-        state["rng"], loaders, ranks = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
+        state["rng"], loaders, ranks, versions = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
         state["data_ranks"] = ranks
         by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # the first rank of those with equal data
         state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
@@ -155,6 +155,7 @@ class Checkpoints:
             state["buffers"] = buffers
         advances = [one.times for one in self._prepared.schedulers]
         state["progress"] = {"step": self.step, "iteration": self._project.iteration, "scheduler_steps": advances}
+        state["progress"]["version"] = versions[0]  # the main process has the loggers
         return state
 
     def _names(self) -> dict[int, str]:
@@ -170,12 +171,13 @@ class Checkpoints:
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool) -> str:
+    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, version: str) -> str:
         """Save all prepared and registered objects, and the random generators.
 
         Args:
             output_dir: the directory; None, or automatic naming: ``<project_dir>/checkpoints/checkpoint_<iteration>``.
             safe_serialization: False is refused: states contain no pickles.
+            version: the directory of the run's logs below that of its project.
 
         Returns:
             The path.
@@ -205,7 +207,7 @@ class Checkpoints:
 
         try:
             on_every_rank(self._world, call_hooks)
-            self._write(target, self._collect(weights), work)
+            self._write(target, self._collect(weights, version), work)
         except BaseException:
             if self._processes.is_main_process:
                 shutil.rmtree(work, ignore_errors=True)
@@ -243,12 +245,15 @@ class Checkpoints:
                 like[name] = like[f"{i}.{name}"] = tensor
         return read_divided(path, like, elsewhere=elsewhere, group=self._world.side_group())
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> str | None:
         """Restore a state of `save_state` or DeepSpeed; the same objects must be prepared in the same order.
 
         Args:
             input_dir: the directory; None: the project's newest intact checkpoint.
             load_options: arguments of the models' ``load_state_dict``: ``strict``, ``assign``.
+
+        Returns:
+            The directory of the run's logs below that of its project; None if the state does not say it.
 
         Raises:
             CheckpointError: the checkpoint is missing, is damaged, or does not match the prepared objects.
@@ -258,7 +263,7 @@ class Checkpoints:
             schedulers = [one.scheduler for one in self._prepared.schedulers]
             parts = (self._modules, self._optimizers, schedulers)
             self.step = _load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
-            return
+            return None
         state = self._read(path)
         models = list(self._prepared.models)
         directory = path
@@ -300,6 +305,8 @@ class Checkpoints:
                     unwrap(model).load_state_dict(buffers, strict=False)
         else:
             self._processes.print(f"resuming {differs}: random layers draw different numbers")
+        version: str | None = state["progress"].get("version")
+        return version
 
     def _load_rest(self, state: Mapping[str, Any], owned: list[list[list[nn.Parameter]]]) -> None:
         prepared = self._prepared
