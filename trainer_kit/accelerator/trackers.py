@@ -6,6 +6,7 @@ import atexit
 import functools
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -181,12 +182,18 @@ class LoggerTracker(GeneralTracker):
             step: the step of the values; by default one more than the last.
             options: accepted, without effect.
         """
+        self.log_at(values, step, None)
+
+    def log_at(self, values: Mapping[str, Any], step: int | None, at: float | None) -> None:
+        """Log the values of a step as `log` does; a journal records ``at``, the time of the step, instead of now."""
         self._step = self._step + 1 if step is None else step
         numbers, others = _divided(values)
         if self.name == "wandb":
             self.logger.log_metrics({**numbers, **others}, self._step)
             return
-        if numbers:
+        if numbers and isinstance(self.logger, JSONLLogger):
+            self.logger.log_metrics(numbers, self._step, at=at)
+        elif numbers:
             self.logger.log_metrics(numbers, self._step)
         if isinstance(self.logger, RunLogger):
             for name, value in others.items():
@@ -242,8 +249,11 @@ class _Queued:
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
 
-    def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        self.tracker.log(values, step=step, **options)
+    def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any], at: float) -> None:
+        if isinstance(self.tracker, LoggerTracker):
+            self.tracker.log_at(values, step, at)
+        else:
+            self.tracker.log(values, step=step, **options)
 
     def save(self) -> None:
         if isinstance(self.tracker, LoggerTracker) and hasattr(self.tracker.logger, "save"):
@@ -523,10 +533,10 @@ class Trackers:
         self._step = self._step + 1 if step is None else step
         if self._facts is not None:
             self._begin_report(self._step)
-        given = _copied(values)
+        given, now = _copied(values), time.time()
         for one in self._deliveries.each():
             options = (log_kwargs or {}).get(one.logger.tracker.name, {})
-            one.put("log_metrics", given, step, options, number=0)
+            one.put("log_metrics", given, step, options, now, number=0)
 
     def get(self, name: Any, unwrap: bool) -> Any:
         """Return a tracker by name, after it has received all logged values; ``unwrap``: the object that it wraps.
