@@ -13,8 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer_kit import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
-from trainer_kit.checkpoint import read_checkpoint, read_weights, verify_checkpoint, write_checkpoint
+from trainer_kit import (
+    Accelerator,
+    Fabric,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    load_checkpoint_in_model,
+)
+from trainer_kit.checkpoint import diff, read_checkpoint, read_weights, verify_checkpoint, write_checkpoint
 from trainer_kit.checkpoint.manifest import dump_manifest
 from trainer_kit.core.errors import CheckpointError
 
@@ -277,9 +283,13 @@ def test_a_missing_state_is_an_error_that_says_what_exists(tmp_path: Path, kind:
     with pytest.raises(kind) as error:
         read_checkpoint(tmp_path / "nope")
     assert exists in str(error.value)
-    with pytest.raises(kind) as error:
-        read_weights(tmp_path / "nope")
-    assert exists in str(error.value)
+    fabric = Fabric(accelerator="cpu")
+    readers = [read_weights, fabric.load, lambda path: fabric.load_raw(path, nn.Linear(1, 1))]
+    readers += [lambda path: load_checkpoint_in_model(nn.Linear(1, 1), path), lambda path: diff(path, path)]
+    for read in readers:
+        with pytest.raises(kind) as error:
+            read(tmp_path / "nope")
+        assert exists in str(error.value)
 
 
 def test_a_hook_that_fails_or_takes_a_name_of_ours_leaves_the_state_before(tmp_path: Path) -> None:

@@ -396,6 +396,8 @@ def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
     """Turn an ``OSError`` inside into its `io_failure`."""
     try:
         yield
+    except CheckpointError:  # one of them is an OSError too
+        raise
     except OSError as error:
         raise io_failure(target, error, needed) from error
 

@@ -153,7 +153,7 @@ def read_manifest(path: Location) -> dict[str, Any]:
         if path.is_dir():
             if was_checkpoint(path):
                 raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
-            raise MissingCheckpointError(path, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
+            raise MissingCheckpointError(path, "not a checkpoint: it has no manifest.json") from None
         if path.exists():
             raise CheckpointError(path, None, "this is a file, not a checkpoint directory") from None
         raise MissingCheckpointError(path, "this path contains no checkpoint") from None

@@ -181,7 +181,7 @@ def describe_existing(directories: Iterable[Location]) -> str:
     present = [str(place) for place in places if place.is_dir()]
     if present:
         return f"no checkpoint is in {', '.join(present)}"
-    return f"{', '.join(map(str, places))} does not exist either"
+    return f"{', '.join(map(str, places))} does not exist"
 
 
 def directories_with_checkpoints(directory: Location) -> list[tuple[Location, list[Location]]]:
