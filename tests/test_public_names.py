@@ -47,6 +47,7 @@ NAMES = [
     "LoggerType",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
+    "MissingCheckpointError",
     "NonFiniteError",
     "ParallelPlan",
     "ParallelismConfig",

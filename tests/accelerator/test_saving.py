@@ -13,8 +13,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trainer_kit import Accelerator, FullyShardedDataParallelPlugin, ProjectConfiguration
-from trainer_kit.checkpoint import read_checkpoint, read_weights, verify_checkpoint, write_checkpoint
+from trainer_kit import (
+    Accelerator,
+    Fabric,
+    FullyShardedDataParallelPlugin,
+    ProjectConfiguration,
+    load_checkpoint_in_model,
+)
+from trainer_kit.checkpoint import diff, read_checkpoint, read_weights, verify_checkpoint, write_checkpoint
 from trainer_kit.checkpoint.manifest import dump_manifest
 from trainer_kit.core.errors import CheckpointError
 
@@ -190,6 +196,100 @@ def test_numbered_states_with_hooks_are_pruned_whole(tmp_path: Path) -> None:
         accelerator.save_state()
     assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_2"]
     accelerator.load_state()
+
+
+def marked(directory: Path, mark: float, **options: Any) -> Accelerator:
+    """An Accelerator with one prepared layer whose weight is ``mark``, which names its states itself."""
+    naming = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, **options)
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    fill(accelerator.prepare(nn.Linear(2, 2)), mark)
+    return accelerator
+
+
+def fill(model: nn.Module, mark: float) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(mark)
+
+
+def loaded_mark(directory: Path) -> float:
+    accelerator = marked(directory, 0.0)
+    accelerator.load_state()
+    return float(next(accelerator._models[0].parameters()).detach().flatten()[0])
+
+
+def test_a_second_run_in_a_project_keeps_what_it_has_just_written(tmp_path: Path) -> None:
+    """The first run left numbers 1 and 2: the free number 0 is the lowest, not the oldest."""
+    states = tmp_path / "checkpoints"
+    first = marked(tmp_path, 1.0, total_limit=2)
+    for _ in range(3):
+        first.save_state()
+    second = marked(tmp_path, 2.0, total_limit=2)
+    assert second.save_state() == str(states / "checkpoint_3")
+    assert sorted(os.listdir(states)) == ["checkpoint_2", "checkpoint_3"]
+    assert loaded_mark(tmp_path) == 2.0
+
+
+def test_the_order_of_commits_is_the_age_of_states(tmp_path: Path) -> None:
+    """Not the number, not the step that the script counts, and not the times of files, which a copy does not keep."""
+    states = tmp_path / "checkpoints"
+    first = marked(tmp_path, 1.0)
+    first.step = 100
+    first.save_state()
+    first.save_state()
+    again = marked(tmp_path, 2.0)
+    again.project_configuration.automatic_checkpoint_naming = False
+    again.save_state(states / "checkpoint_0")
+    for seconds, name in enumerate(["checkpoint_0", "checkpoint_1"]):
+        os.utime(states / name / "manifest.json", (seconds, seconds))
+    assert loaded_mark(tmp_path) == 2.0
+    third = marked(tmp_path, 3.0, total_limit=2)
+    assert third.save_state() == str(states / "checkpoint_2")
+    assert sorted(os.listdir(states)) == ["checkpoint_0", "checkpoint_2"], "checkpoint_1 is the oldest"
+
+
+def test_the_number_of_a_state_that_was_set_aside_is_not_used_again(tmp_path: Path) -> None:
+    accelerator = marked(tmp_path, 1.0)
+    for _ in range(2):
+        accelerator.save_state()
+    states = tmp_path / "checkpoints"
+    os.rename(states / "checkpoint_1", states / "checkpoint_1.damaged")
+    assert marked(tmp_path, 2.0).save_state() == str(states / "checkpoint_2")
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_continue_above_the_highest_number(tmp_path: Path) -> None:
+    for mark in (1.0, 2.0):
+        accelerator = marked(tmp_path, mark, total_limit=1)
+        for _ in range(2):
+            accelerator.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_3"]
+    assert loaded_mark(tmp_path) == 2.0
+
+
+@pytest.mark.parametrize("kind", [FileNotFoundError, ValueError, CheckpointError])
+def test_a_missing_state_is_an_error_that_says_what_exists(tmp_path: Path, kind: type[Exception]) -> None:
+    accelerator = marked(tmp_path, 1.0)
+    with pytest.raises(kind, match="contains no checkpoint that can be loaded"):
+        accelerator.load_state()
+    accelerator.save_state()
+    accelerator.save_state()
+    with pytest.raises(kind, match="this path contains no checkpoint") as error:
+        accelerator.load_state(tmp_path / "nope")
+    exists = f"{tmp_path / 'checkpoints'} has checkpoint_0 and, the newest, checkpoint_1"
+    assert exists in str(error.value)
+    with pytest.raises(kind, match="did you mean"):
+        accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_7")
+    with pytest.raises(kind) as error:
+        read_checkpoint(tmp_path / "nope")
+    assert exists in str(error.value)
+    fabric = Fabric(accelerator="cpu")
+    readers = [read_weights, fabric.load, lambda path: fabric.load_raw(path, nn.Linear(1, 1))]
+    readers += [lambda path: load_checkpoint_in_model(nn.Linear(1, 1), path), lambda path: diff(path, path)]
+    for read in readers:
+        with pytest.raises(kind) as error:
+            read(tmp_path / "nope")
+        assert exists in str(error.value)
 
 
 def test_a_hook_that_fails_or_takes_a_name_of_ours_leaves_the_state_before(tmp_path: Path) -> None:

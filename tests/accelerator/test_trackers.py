@@ -17,6 +17,8 @@ from trainer_kit import Accelerator, GeneralTracker, LoggerType, ProjectConfigur
 from trainer_kit import register_tracker_class as register
 from trainer_kit.core.errors import ConfigurationError, RegistryError
 from trainer_kit.core.registry import LOGGERS
+from trainer_kit.loggers import read_journal
+from trainer_kit.report.events import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 HPARAMS = {"lr": 0.1, "layers": 2}
@@ -228,3 +230,56 @@ def test_one_process_writes_unless_each_has_its_own(tmp_path):
     assert isinstance(mine, Written) == accelerator.is_main_process
     assert not isinstance(mine, Written) or len(mine.lines) == 5
     assert (tmp_path / "project" / "metrics.csv").read_text().count("\n") == 4
+
+
+def logged_run(directory: Path, word: str, value: float, state: str = "") -> Accelerator:
+    """A run that logs ``value`` at three steps, and continues ``state`` if there is one."""
+    accelerator = Accelerator(cpu=True, log_with=word, project_dir=directory)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.init_trackers("exp", config={"lr": value})
+    if state:
+        accelerator.load_state(directory / state)
+    for step in range(3):
+        accelerator.log({"loss": value}, step=step + 10 * bool(state))
+    accelerator.save_state(directory / f"state-{value}")
+    accelerator.end_training()
+    return accelerator
+
+
+def losses(directory: Path) -> list[float]:
+    return [record["loss"] for record in read_journal(directory / "journal.jsonl") if "loss" in record]
+
+
+@pytest.mark.parametrize("word", ["csv", "jsonl", "tensorboard"])
+def test_two_runs_of_a_project_share_no_journal_no_report_and_no_table(tmp_path, word):
+    for value in (1.0, 2.0, 3.0):
+        logged_run(tmp_path, word, value)
+    places = [tmp_path / "exp" / name for name in ("", "version_1", "version_2")]
+    for value, place in zip((1.0, 2.0, 3.0), places, strict=True):
+        assert losses(place) == [value] * 3
+        assert (place / "report.html").exists()
+        assert len([event for event in read_events(place) if event["event"] == "start"]) == 1
+        if word == "csv":
+            assert (place / "metrics.csv").read_text().splitlines()[1:] == [f"{step},{value}" for step in range(3)]
+
+
+@pytest.mark.parametrize("word", ["csv", "jsonl"])
+def test_a_run_that_loads_a_state_continues_in_the_directory_of_that_run(tmp_path, word):
+    for value in (1.0, 2.0, 3.0):
+        logged_run(tmp_path, word, value)
+    again = logged_run(tmp_path, word, 4.0, "state-2.0")
+    assert losses(tmp_path / "exp" / "version_1") == [2.0] * 3 + [4.0] * 3
+    assert (losses(tmp_path / "exp"), losses(tmp_path / "exp" / "version_2")) == ([1.0] * 3, [3.0] * 3)
+    assert not (tmp_path / "exp" / "version_3").exists()
+    starts = [event for event in read_events(tmp_path / "exp" / "version_1") if event["event"] == "start"]
+    assert len({event["run"] for event in starts}) == 1
+    assert again.tracking.version == "version_1"
+
+
+@pytest.mark.world_size(2)
+def test_two_processes_write_one_directory_for_each_run(tmp_path):
+    for value in (1.0, 2.0):
+        logged_run(tmp_path, "jsonl", value).wait_for_everyone()
+    logged_run(tmp_path, "jsonl", 3.0, "state-2.0").wait_for_everyone()
+    assert losses(tmp_path / "exp") == [1.0] * 3
+    assert losses(tmp_path / "exp" / "version_1") == [2.0] * 3 + [3.0] * 3

@@ -658,5 +658,8 @@ def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
 def test_a_missing_path_lists_the_existing_checkpoints(path, fix):
     fit(ModelCheckpoint())
     os.mkdir("unrelated")
-    with pytest.raises(CheckpointError, match=rf"does not exist\n  fix:   {fix}"):
+    with pytest.raises(CheckpointError, match=rf"does not exist\n  found: .*\n  fix:   {fix}") as error:
         fit(ModelCheckpoint(), epochs=2, ckpt_path=path)
+    assert isinstance(error.value, FileNotFoundError)
+    assert isinstance(error.value, ValueError)
+    assert f"{Path('run/checkpoints').absolute()} has step-00000004" in error.value.found

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
+from datetime import datetime, timezone
+from pathlib import Path
 
 import pytest
 
@@ -27,18 +30,33 @@ def names(folder):
     return [record.path.name for record in checkpoints(folder)]
 
 
-def test_sorted_by_step_then_age(folder):
-    older = write_checkpoint(folder / "z", {}, info={"step": 20})
-    os.utime(older / "manifest.json", ns=(0, 0))
-    newer = write_checkpoint(folder / "a", {}, info={"step": 20})
-    os.utime(newer / "manifest.json", ns=(2**62, 2**62))
-    write_checkpoint(folder / "stepless", {}, info={"step": "no number"})
-    assert names(folder) == ["stepless", "step-9", "z", "step-20", "a", "step-100"]
-    record = checkpoints(folder)[1]
-    assert (record.step, record.info) == (9, {"step": 9})
+def test_sorted_by_commit_whatever_steps_and_times_of_files_say(folder):
+    assert names(folder) == ["step-100", "step-9", "step-20"]
+    again = write_checkpoint(folder / "step-9", {"progress": {"step": 9}}, info={"step": 9}, overwrite=True)
+    stepless = write_checkpoint(folder / "a", {}, info={"step": "no number"})
+    for number, name in enumerate(["a", "step-9", "step-20", "step-100"]):  # as after a copy without times
+        os.utime(folder / name / "manifest.json", (number, number))
+    assert names(folder) == ["step-100", "step-20", "step-9", "a"]
+    record = checkpoints(folder)[2]
+    assert (record.path, record.step, record.info) == (again, 9, {"step": 9})
     assert record.created.tzinfo is not None
+    assert record.created > datetime(2020, 1, 1, tzinfo=timezone.utc)
     assert read_checkpoint(record) == {"progress": {"step": 9}}
-    assert checkpoints(folder)[0].step is None
+    assert checkpoints(folder)[-1].path == stepless
+    assert checkpoints(folder)[-1].step is None
+
+
+def test_a_clock_that_is_set_back_changes_no_order(folder, monkeypatch):
+    monkeypatch.setattr(time, "time_ns", lambda: 10**18)
+    write_checkpoint(folder / "later", {}, info={"step": 1})
+    write_checkpoint(folder / "after-that", {}, info={"step": 1})
+    assert names(folder)[-2:] == ["later", "after-that"]
+
+
+def test_checkpoints_of_earlier_versions_are_older_and_sorted_by_step(folder):
+    golden = Path(__file__).parent / "golden"
+    shutil.copytree(golden / "format-1", folder / "z")
+    assert names(folder) == ["z", "step-100", "step-9", "step-20"]
 
 
 def test_only_complete_ones_are_counted(folder):
@@ -102,7 +120,7 @@ def test_last_needs_no_index(folder, text):
     (folder / "torn" / "state.json").write_bytes(b"")
     if text is not None:
         (folder / "index.json").write_text(text)
-    assert lookup(folder, "last") == folder / "step-100"
+    assert lookup(folder, "last") == folder / "step-20"
     assert lookup(folder, "best") is None
     mark(folder, best=folder / "step-20")
     assert lookup(folder, "best") == folder / "step-20"
@@ -139,5 +157,5 @@ def test_an_index_without_a_last_checkpoint_is_ignored(folder, monkeypatch):
     monkeypatch.setattr(store.os, "replace", fail)
     with pytest.raises(CheckpointError, match="could not be written"):
         mark(folder, last=folder / "step-100")
-    assert lookup(folder, "last") == folder / "step-100"
+    assert lookup(folder, "last") == folder / "step-20"
     assert sorted(os.listdir(folder)) == ["step-100", "step-20", "step-9"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -74,14 +75,51 @@ def test_verify(kept):
     assert re.fullmatch(r".*/step-6: damaged: state\.json: 2 bytes, but \d+ were written", said.splitlines()[1])
 
 
-def test_verify_refuses_a_path_that_is_not_a_checkpoint(tmp_path):
+def test_verify_skips_what_is_not_a_checkpoint(kept):
+    """As ``verify DIR/*`` names them: the index, and files of the user."""
+    (kept / "notes.txt").write_text("x")
+    (kept / "plots").mkdir()
+    code, said = call("verify", *sorted(kept.iterdir()))
+    assert code == 0
+    assert said.splitlines() == [
+        f"{kept}/index.json: not a checkpoint, skipped",
+        f"{kept}/notes.txt: not a checkpoint, skipped",
+        f"{kept}/plots: not a checkpoint, skipped",
+        *(f"{kept}/step-{step}: ok" for step in (3, 6, 9)),
+    ]
+
+
+def test_verify_of_nothing_is_no_success(tmp_path):
     (tmp_path / "file").write_text("x")
     code, said = call("verify", tmp_path, tmp_path / "file")
     assert code == 1
     assert said.splitlines() == [
-        f"{tmp_path}: damaged: not a checkpoint: it has no manifest.json",
-        f"{tmp_path}/file: damaged: this is a file, not a checkpoint directory",
+        f"{tmp_path}: not a checkpoint, skipped",
+        f"{tmp_path}/file: not a checkpoint, skipped",
+        "no checkpoint was verified",
     ]
+
+
+def test_verify_names_what_is_left_of_a_checkpoint(kept):
+    for name in ("manifest.json", "state.json"):
+        (kept / "step-6" / name).unlink()
+    code, said = call("verify", *sorted(kept.iterdir()))
+    assert code == 1
+    assert f"{kept}/step-6: damaged: not a checkpoint: it has no manifest.json" in said
+
+
+@pytest.mark.parametrize("place", ["version_0/checkpoints", "checkpoints", "lightning/version_0/checkpoints"])
+def test_the_checkpoints_of_a_run_are_found_below_its_directory(kept, tmp_path_factory, place):
+    run = tmp_path_factory.mktemp("run")
+    (run / place).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(kept, run / place)
+    (run / "report.html").write_text("x")
+    code, said = call("ls", run)
+    assert code == 0
+    first, _, three, *_ = said.splitlines()
+    assert first == f"{run / place}:"
+    assert three.startswith("step-3 ")
+    assert call("verify", run) == (0, "".join(f"{run / place}/step-{step}: ok\n" for step in (3, 6, 9)))
 
 
 def test_diff(kept):

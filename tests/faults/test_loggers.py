@@ -283,7 +283,7 @@ def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, releas
         enable_model_summary=False, default_root_dir=tmp_path, accelerator="cpu",
     )  # fmt: skip
     trainer.fit(Releases(), [torch.randn(2, 32) for _ in range(400)])
-    records = read_journal(tmp_path / "journal.jsonl")
+    records = read_journal(Path(str(trainer.log_dir)) / "journal.jsonl")
     assert logger.values == [(record["step"], record["loss"]) for record in records if "loss" in record]
     assert [step for step, _ in logger.values] == list(range(1, 401))
 
@@ -559,14 +559,14 @@ def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path
     at the latest, and the resumed run is answered at 17."""
     directory = tmp_path / "run"
     assert server.run(directory, RESUMED)["ended"] == [-signal.SIGKILL]
-    records = [record for record in read_journal(directory / "journal.jsonl") if "loss" in record]
+    first, second = (directory / f"trainer_kit_logs/version_{number}/journal.jsonl" for number in (0, 1))
+    records = [record for record in read_journal(first) if "loss" in record]
     assert [record["step"] for record in records][:10] == list(range(1, 11))  # the checkpoint of step 10 is durable
     assert not (directory / "tracker").exists()
-    before = len(records)
     assert server.run(directory, RESUMED)["ended"] == [0], (directory / "said-0").read_text()
-    records = [record for record in read_journal(directory / "journal.jsonl") if "loss" in record]
-    assert [record["step"] for record in records][before:] == list(range(11, 21))
-    expected = [f"{record['step']} {record['loss'].hex()}" for record in records[before:]]
+    records = [record for record in read_journal(second) if "loss" in record]
+    assert [record["step"] for record in records] == list(range(11, 21))
+    expected = [f"{record['step']} {record['loss'].hex()}" for record in records]
     assert (directory / "tracker").read_text().splitlines() == expected
 
 

@@ -123,7 +123,7 @@ def test_reported_checkpoints_survive_a_power_loss(tmp_path, capsys, keep):
             assert not damaged, number
             step = read_info(found)["step"]
             assert step >= int(paths[-1].name[-8:]), number
-            records = read_journal(disk / "run" / "journal.jsonl")
+            records = read_journal(disk / "run" / "trainer_kit_logs" / "version_0" / "journal.jsonl")
             logged = [record["step"] for record in records if "loss" in record]
             assert logged[:step] == list(range(1, step + 1)), number
             assert fit(disk, step + 2, keep, ckpt_path="last").global_step == step + 2

@@ -99,6 +99,16 @@ def test_errors_without_a_printable_message_are_reported() -> None:
     assert "cannot be printed" in told["text"]
 
 
+def test_an_error_of_this_library_is_reported_with_the_users_frames_only() -> None:
+    script = _script("import trainer_kit.checkpoint as c\ndef load():\n    c.read_checkpoint('nope')\nload()")
+    _rank(script, PYTHONPATH=str(Path(__file__).parents[2]))
+    frames = [line for line in _report()["py_callstack"].splitlines() if line.lstrip().startswith("File ")]
+    assert len(frames) == 2
+    assert all("train.py" in frame for frame in frames)
+    assert _report()["type"] == "trainer_kit.core.errors.MissingCheckpointError"
+    assert _report()["text"].startswith("nope: this path contains no checkpoint\n  found: no checkpoint is in ")
+
+
 @pytest.mark.parametrize(("code", "reported"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)])
 def test_exits(code: str, reported: bool) -> None:
     ran = _rank(_script(f"import sys; {code}"))

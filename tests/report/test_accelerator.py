@@ -15,6 +15,7 @@ from tests.report.pages import curve, data_of
 from trainer_kit.commands.main import main
 from trainer_kit.loggers import read_journal
 from trainer_kit.report import running
+from trainer_kit.report.collect import find_runs
 
 PAGE = Path("project/demo/report.html")
 
@@ -96,9 +97,11 @@ def test_a_loaded_state_continues_the_curves_and_a_new_loop_is_another_run(tmp_p
     (run,) = loop(4, 8, load=True)
     assert curve(run, "loss") == (list(range(8)), [0, 1 / 8, 2 / 8, 3 / 8, 4.5, 4.625, 4.75, 4.875])
     assert [(mark["kind"], mark["step"]) for mark in run["marks"] if mark["kind"] == "restart"] == [("restart", 3)]
-    first, second = loop(0, 2)
-    assert (first["name"], second["name"]) == ("demo, fit 1", "demo, fit 2")
+    (first,) = loop(0, 2)
+    (second,) = data_of(PAGE.parent / "version_1" / "report.html")["runs"]
+    assert (first["name"], second["name"]) == ("demo", "version_1")
     assert (len(curve(first, "loss")[0]), curve(second, "loss")[0]) == (8, [0, 1])
+    assert find_runs([PAGE.parent]) == [PAGE.parent, PAGE.parent / "version_1"]
 
 
 def test_a_page_while_the_loop_runs(tmp_path, monkeypatch):

@@ -405,7 +405,8 @@ def test_a_new_run_beside_an_earlier_one_says_how_to_continue_it(tmp_path, capsy
         )
         made.fit(TinyModule(), BATCHES)
         printed = capsys.readouterr().out
-        assert ('fit(ckpt_path="last") continues' in printed) is (epochs == 2)
+        newest = made.default_root_dir + "/checkpoints/step-00000002"
+        assert (f'fit(ckpt_path="{newest}") continues' in printed) is (epochs == 2)
     made = tk.Trainer(max_epochs=3, default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
     made.fit(TinyModule(), BATCHES, ckpt_path="last")
     assert made.global_step == 6

@@ -41,11 +41,14 @@ def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path, capsys: pyte
     trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(TinyModule(), BATCHES, ckpt_path="last")
     assert trainer.global_step == 3
-    assert capsys.readouterr().out == f"no checkpoint below {tmp_path} yet: this run starts from the beginning\n"
+    assert (
+        capsys.readouterr().out
+        == f"no checkpoint is in {tmp_path}/checkpoints yet: this run starts from the beginning\n"
+    )
 
 
 def test_testing_last_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no checkpoint below"):
+    with pytest.raises(CheckpointError, match="no checkpoint is in"):
         quiet(default_root_dir=tmp_path).test(TinyModule(), BATCHES, ckpt_path="last")
 
 

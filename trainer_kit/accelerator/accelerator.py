@@ -965,7 +965,7 @@ class Accelerator:
             CheckpointError: a value cannot be saved (the message has its key), or the storage fails.
         """
         with self.collectives.during("save_state"):
-            return self.checkpoints.save_state(output_dir, safe_serialization)
+            return self.checkpoints.save_state(output_dir, safe_serialization, self.tracking.version)
 
     def load_state(
         self,
@@ -988,8 +988,8 @@ class Accelerator:
             CheckpointError: the checkpoint is missing, is damaged, or does not match the prepared objects.
         """
         with self.collectives.during("load_state"):
-            self.checkpoints.load_state(input_dir, load_model_func_kwargs)
-        self.tracking.continues = True
+            version = self.checkpoints.load_state(input_dir, load_model_func_kwargs)
+        self.tracking.continue_run(version)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the full weights of a prepared model under the user's names.

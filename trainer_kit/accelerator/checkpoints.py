@@ -23,8 +23,8 @@ from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_c
 from trainer_kit.checkpoint.deepspeed import DeepSpeedContent, DeepSpeedFiles, deepspeed_content, find_deepspeed
 from trainer_kit.checkpoint.files import tied_names
 from trainer_kit.checkpoint.manifest import check_content, read_manifest
-from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.checkpoint.store import checkpoints, newest_verified
+from trainer_kit.checkpoint.read import missing_checkpoint, read_checkpoint
+from trainer_kit.checkpoint.store import checkpoints, newest_verified, similar
 from trainer_kit.checkpoint.weights import export
 from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.compat.refusals import refused
@@ -50,6 +50,8 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["Checkpoints", "write_object"]
 
 _NUMBERED: Final = re.compile(r"checkpoint_(\d+)")
+_NUMBER_IN_USE: Final = re.compile(r"checkpoint_(\d+)(?:\..*)?")
+"""Also of a checkpoint that was set aside as damaged, or of files beside one."""
 
 
 @final
@@ -125,7 +127,7 @@ class Checkpoints:
     def _optimizers(self) -> list[Optimizer]:
         return [one.optimizer for one in self._prepared.optimizers]
 
-    def _collect(self, weights: list[dict[str, Any]]) -> dict[str, Any]:
+    def _collect(self, weights: list[dict[str, Any]], version: str) -> dict[str, Any]:
         """Collect a state; collective call. The result is equal on all processes, except for each process's buffers."""
         names = self._names()
         state: dict[str, Any] = {_part(i): part for i, part in enumerate(weights)}
@@ -135,14 +137,14 @@ class Checkpoints:
 
         own: list[dict[str, Tensor]] = []
 
-        def collect_here() -> tuple[dict[str, Any], list[Any], int]:
+        def collect_here() -> tuple[dict[str, Any], list[Any], int, str]:
             state["schedulers"] = [dict(one.state_dict()) for one in self._prepared.schedulers]
             state["objects"] = [dict(one.state_dict()) for one in self.objects]
             loaders = [loader.state_dict() for loader in self._prepared.loaders]
             own.extend(own_buffers(self._strategy, module) for module in self._modules)
-            return rng_state(self._strategy.device), loaders, self._strategy.data.rank
+            return rng_state(self._strategy.device), loaders, self._strategy.data.rank, version
 
-        state["rng"], loaders, ranks = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
+        state["rng"], loaders, ranks, versions = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
         state["data_ranks"] = ranks
         by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # the first rank of those with equal data
         state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
@@ -152,6 +154,7 @@ class Checkpoints:
         advances = [one.times for one in self._prepared.schedulers]
         step, iteration = self._accumulation.step, self._project.iteration
         state["progress"] = {"step": step, "iteration": iteration, "scheduler_steps": advances}
+        state["progress"]["version"] = versions[0]  # the main process has the loggers
         return state
 
     def _names(self) -> dict[int, str]:
@@ -167,12 +170,13 @@ class Checkpoints:
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool) -> str:
+    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, version: str) -> str:
         """Save all prepared and registered objects, and the random generators.
 
         Args:
             output_dir: the directory; None, or automatic naming: ``<project_dir>/checkpoints/checkpoint_<iteration>``.
             safe_serialization: False is refused: states contain no pickles.
+            version: the directory of the run's logs below that of its project.
 
         Returns:
             The path.
@@ -202,7 +206,7 @@ class Checkpoints:
 
         try:
             on_every_rank(self._world, call_hooks)
-            self._write(target, self._collect(weights), work)
+            self._write(target, self._collect(weights, version), work)
         except BaseException:
             if self._processes.is_main_process:
                 shutil.rmtree(work, ignore_errors=True)
@@ -244,12 +248,15 @@ class Checkpoints:
                 like[name] = like[f"{i}.{name}"] = tensor
         return read_divided(path, like, elsewhere=elsewhere, group=self._world.side_group())
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> None:
+    def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> str | None:
         """Restore a state of `save_state` or DeepSpeed; the same objects must be prepared in the same order.
 
         Args:
             input_dir: the directory; None: the project's newest intact checkpoint.
             load_options: arguments of the models' ``load_state_dict``: ``strict``, ``assign``.
+
+        Returns:
+            The directory of the run's logs below that of its project; None if the state does not say it.
 
         Raises:
             CheckpointError: the checkpoint is missing, is damaged, or does not match the prepared objects.
@@ -260,7 +267,7 @@ class Checkpoints:
             parts = (self._modules, self._optimizers, schedulers)
             steps = _load_deepspeed(path, theirs, self._strategy, *parts, self._processes.print)
             self._accumulation.place(steps * self._accumulation.steps)
-            return
+            return None
         state = self._read(path)
         models = list(self._prepared.models)
         directory = path
@@ -301,6 +308,8 @@ class Checkpoints:
                     unwrap(model).load_state_dict(buffers, strict=False)
         else:
             self._processes.print(f"resuming {differs}: random layers draw different numbers")
+        version: str | None = state["progress"].get("version")
+        return version
 
     def _load_rest(self, state: Mapping[str, Any], owned: list[list[list[nn.Parameter]]]) -> None:
         prepared = self._prepared
@@ -365,44 +374,41 @@ class Checkpoints:
 
     def _find(self, input_dir: str | os.PathLike[str] | None) -> Path:
         if input_dir is not None:
-            return self._agreed(input_dir)
+            path = self._agreed(input_dir)
+            fail_together(self._world, lambda: _check_exists(path))
+            return path
         root = self._root("load_state", "pass it, or the project's: Accelerator(project_dir=...)")
 
-        def newest_sound() -> str | None:
+        def newest_sound() -> str:
             newest, damaged = newest_verified(root)
             for bad, problem in damaged:
                 self._processes.print(
                     f"checkpoint {bad.name} rejected: {problem.reason}; falling back to {newest and newest.name}"
                 )
-            return None if newest is None else str(newest)
+            if newest is None:
+                raise missing_checkpoint(root, "this directory contains no checkpoint that can be loaded")
+            return str(newest)
 
-        found = on_rank_zero(self._world, newest_sound)
-        if found is None:
-            raise CheckpointError(root, None, "this directory contains no checkpoint that can be loaded")
-        return Path(found)
+        return Path(on_rank_zero(self._world, newest_sound))
 
     def _next_path(self) -> Path:
         root = self._root("save_state", "pass it, or let Accelerator(project_dir=...) name it")
 
-        def free() -> int:
-            taken = [int(found[1]) for name in _entries(root) if (found := _NUMBERED.fullmatch(name))]
-            wanted = self._project.iteration
-            return max(taken) + 1 if wanted in taken else wanted  # keep the checkpoints of an earlier run
+        def next_number() -> int:
+            numbers = [int(match[1]) for name in _entries(root) if (match := _NUMBER_IN_USE.fullmatch(name))]
+            return max([self._project.iteration, *(number + 1 for number in numbers)])
 
-        self._project.iteration = on_rank_zero(self._world, free)
+        self._project.iteration = on_rank_zero(self._world, next_number)
         return root / f"checkpoint_{self._project.iteration}"
 
     def _prune(self, newest: Path) -> None:
-        """Delete the oldest checkpoints beyond the limit; called when the newest one is durable."""
+        """Delete the oldest checkpoints beyond the limit, except ``newest``; called when that one is durable."""
         limit = self._project.total_limit
         if limit is None or not self._project.automatic_checkpoint_naming:
             return
-        numbered = [
-            (int(found[1]), record.path)
-            for record in checkpoints(newest.parent)
-            if (found := _NUMBERED.fullmatch(record.path.name))
-        ]
-        for _, old in sorted(numbered)[: max(0, len(numbered) - max(1, limit))]:
+        paths = [record.path for record in checkpoints(newest.parent)]
+        older = [path for path in paths if _NUMBERED.fullmatch(path.name) and path.name != newest.name]
+        for old in older[: max(0, len(older) + 1 - max(1, limit))]:
             remove_checkpoint(old)
             shutil.rmtree(_beside(Path(str(old))), ignore_errors=True)
 
@@ -528,6 +534,12 @@ def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) 
 def _part(index: int) -> str:
     """Return the name of a model in a state."""
     return "model" if index == 0 else f"model_{index}"
+
+
+def _check_exists(path: Path) -> None:
+    if not path.is_dir():
+        reason = "this is a file, not a directory of a state" if path.exists() else "this path contains no checkpoint"
+        raise missing_checkpoint(path, reason, fix=similar(path))
 
 
 def _entries(root: Path) -> list[str]:

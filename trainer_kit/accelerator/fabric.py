@@ -18,7 +18,7 @@ from trainer_kit.accelerator.wrapping import under_precision
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import torch_load
 from trainer_kit.checkpoint.read import read_checkpoint
-from trainer_kit.checkpoint.weights import read_weights
+from trainer_kit.checkpoint.weights import check_exists, read_weights
 from trainer_kit.compat.options import FullyShardedDataParallelPlugin
 from trainer_kit.core.arguments import known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
@@ -348,8 +348,10 @@ class Fabric:
 
         Raises:
             CheckpointError: with ``strict``, a name of ``state`` is missing; or the file holds pickled classes.
+            MissingCheckpointError: nothing is at ``path``; it is also a ``FileNotFoundError``.
         """
         file = locate(path)
+        check_exists(file)
         found: dict[str, Any] = dict(read_checkpoint(path) if file.is_dir() else torch_load(file, "cpu"))  # type: ignore[arg-type]
         for name, value in (state or {}).items():
             if name not in found:
@@ -369,6 +371,7 @@ class Fabric:
 
     def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
         """Load a file that holds one ``state_dict`` into a module or an optimizer."""
+        check_exists(locate(path))
         if isinstance(obj, nn.Module):
             self._load_module(obj, read_weights(path), strict)
         else:

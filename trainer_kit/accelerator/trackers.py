@@ -6,6 +6,7 @@ import atexit
 import functools
 import secrets
 import sys
+import time
 from collections.abc import Callable, Mapping
 from enum import Enum
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from trainer_kit.accelerator.processes import Processes
+from trainer_kit.accelerator.run_directory import free_version, is_version, newest_version, remove_unused
 from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.arguments import word_of
 from trainer_kit.core.display import mask_secrets
@@ -24,7 +26,7 @@ from trainer_kit.core.protocols import Logger
 from trainer_kit.core.registry import LOGGERS
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
-from trainer_kit.loggers.layout import flatten, params_dict, plain
+from trainer_kit.loggers.layout import DirectoryLogger, flatten, params_dict, plain
 from trainer_kit.loggers.run_logger import RunLogger
 from trainer_kit.report.events import read_events
 from trainer_kit.report.running import RunReport
@@ -32,6 +34,8 @@ from trainer_kit.report.running import RunReport
 __all__ = ["GeneralTracker", "LoggerTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
 
 _IN_DIRECTORY: Final = ("tensorboard", "csv", "jsonl")
+_ONE_RUN: Final = ("csv", "jsonl")
+"""Trackers whose file holds one run; TensorBoard writes another file for each, into the directory of the project."""
 _PROJECT: Final = {
     "aim": "experiment",
     "clearml": "project_name",
@@ -178,12 +182,18 @@ class LoggerTracker(GeneralTracker):
             step: the step of the values; by default one more than the last.
             options: accepted, without effect.
         """
+        self.log_at(values, step, None)
+
+    def log_at(self, values: Mapping[str, Any], step: int | None, at: float | None) -> None:
+        """Log the values of a step as `log` does; a journal records ``at``, the time of the step, instead of now."""
         self._step = self._step + 1 if step is None else step
         numbers, others = _divided(values)
         if self.name == "wandb":
             self.logger.log_metrics({**numbers, **others}, self._step)
             return
-        if numbers:
+        if numbers and isinstance(self.logger, JSONLLogger):
+            self.logger.log_metrics(numbers, self._step, at=at)
+        elif numbers:
             self.logger.log_metrics(numbers, self._step)
         if isinstance(self.logger, RunLogger):
             for name, value in others.items():
@@ -245,8 +255,11 @@ class _Queued:
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
 
-    def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
-        self.tracker.log(values, step=step, **options)
+    def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any], at: float) -> None:
+        if isinstance(self.tracker, LoggerTracker):
+            self.tracker.log_at(values, step, at)
+        else:
+            self.tracker.log(values, step=step, **options)
 
     def save(self) -> None:
         if isinstance(self.tracker, LoggerTracker) and hasattr(self.tracker.logger, "save"):
@@ -298,6 +311,7 @@ class Trackers:
         log_with: see above.
         started: the trackers that `start` made.
         continues: whether a saved state was loaded, so that the step count of an earlier run continues.
+        version: the directory of this run below that of the project, on the main process; "" for the first run there.
     """
 
     def __init__(self, log_with: list[Any], processes: Processes, project: ProjectConfiguration) -> None:
@@ -311,11 +325,16 @@ class Trackers:
         self.log_with = log_with
         self.started: list[Any] = []
         self.continues = False
+        self.version = ""
+        self._continued: str | None = None  # the directory of the run whose state was loaded
+        self._runs: Path | None = None  # the directory of the project, with those of its runs
         self._report: RunReport | None = None
         self._facts: Callable[[], dict[str, Any]] | None = None  # None once the report has begun
         self._step, self._warned = -1, False
         self._processes = processes
         self._project = project
+        self._versioned: list[Any] = []  # loggers that write into the directory of this run
+        self._journal: JSONLLogger | None = None
         self._deliveries = Deliveries(self._processes.print, _label)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -331,7 +350,7 @@ class Trackers:
     ) -> None:
         """Start the trackers of ``log_with``; every process makes this call, and the main process logs.
 
-        With a directory, a journal and a report are written too.
+        With a directory, a journal and a report are written too, for each run into a directory of its own.
 
         Args:
             project_name: the tracker's project or experiment; for trackers that write files, a directory below
@@ -345,6 +364,7 @@ class Trackers:
         rank_zero_only.rank = self._processes.process_index  # type: ignore[attr-defined]
         self.started.clear()
         self._deliveries.open([], None)
+        self._choose_directory(project_name)
         for one in self.log_with:
             tracker = self.make(one, project_name, options.get(str(getattr(one, "name", one)), {}))
             self.started.append(tracker)
@@ -354,16 +374,47 @@ class Trackers:
         self._deliveries.start("start", config)
         atexit.register(self._leave)  # for a script that does not call end_training
 
+    def _choose_directory(self, project: str) -> None:
+        path = self._project.logging_path
+        self._runs = None if path is None else Path(path).expanduser() / project
+        if self._runs is not None:
+            continued = self._continued is not None and (self._runs / self._continued).is_dir()
+            self.version = str(self._continued) if continued else free_version(self._runs)
+
+    def continue_run(self, version: object) -> None:
+        """Write into the directory of the run whose state was loaded, unless this run has logged already.
+
+        Args:
+            version: as the state has it; an older state has none, and belongs to the first run of the project.
+        """
+        self.continues = True
+        self._continued = str(version) if is_version(version) else ""
+        begun = self._report is None or self._facts is None
+        if begun or self._runs is None or self._continued == self.version or not self._processes.is_main_process:
+            return
+        if not (self._runs / self._continued).is_dir():
+            return
+        self._deliveries.wait()
+        before, self.version = self._runs / self.version, self._continued
+        for logger in self._versioned:
+            logger.load_state_dict({"name": logger.name, "version": self.version})
+        remove_unused(before, self._runs / self.version)
+        self._report = self._new_report()
+
     def _open_report(
         self, project: str, config: dict[str, Any] | None, facts: Callable[[], dict[str, Any]]
     ) -> list[GeneralTracker]:
         """Create the report if there are trackers and a directory; return the tracker that writes its journal."""
-        given = (tracker.logger for tracker in self.started if isinstance(tracker, LoggerTracker))
-        own = next((logger for logger in given if isinstance(logger, JSONLLogger)), None)
+        loggers = [tracker.logger for tracker in self.started if isinstance(tracker, LoggerTracker)]
+        own = next((logger for logger in loggers if isinstance(logger, JSONLLogger)), None)
         path = self._project.logging_path
+        self._versioned = [logger for logger in loggers if self._is_versioned(logger)]
         if not self.started or (own is None and path is None):
             return []
-        journal = own or JSONLLogger(str(path), project, "")
+        journal = own or self._in_run_directory(JSONLLogger(str(path), project))
+        if own is None:
+            self._versioned.append(journal)
+        self._journal = journal
 
         def described() -> dict[str, Any]:
             found = facts()
@@ -371,8 +422,24 @@ class Trackers:
             return {**found, "title": project, "configuration": rows + found["configuration"]}
 
         self._facts, self._step = described, -1
-        self._report = RunReport(Path(journal.log_dir), lambda: max(self._step, 0), self._processes.print)
+        self._report = self._new_report()
         return [] if own else [LoggerTracker("journal", journal)]
+
+    def _in_run_directory(self, logger: Any) -> Any:
+        """Let a new logger write into the directory of this run, unless the caller chose a version."""
+        logger.load_state_dict({"name": logger.name, "version": self.version})
+        return logger
+
+    def _is_versioned(self, logger: Any) -> bool:
+        """Whether a logger writes into the directory of this run."""
+        if self._runs is None or not isinstance(logger, DirectoryLogger):
+            return False
+        return Path(logger.log_dir) == self._runs / self.version
+
+    def _new_report(self) -> RunReport:
+        assert self._journal is not None
+        directory = Path(self._journal.log_dir)
+        return RunReport(directory, lambda: max(self._step, 0), self._processes.print)
 
     def _begin_report(self, step: int) -> None:
         """Begin the report at the first log, when everything is prepared and a state to resume has been loaded."""
@@ -409,8 +476,12 @@ class Trackers:
 
     def end_by_hang(self, text: str, stacks: str) -> None:
         """Record that the watchdog ends the run; its thread calls this, on any process."""
-        if self._report is not None:
-            self._report.end_by_hang(text, stacks)
+        report = self._report
+        if report is not None and self._runs is not None and not self._processes.is_main_process:
+            directory = self._runs / newest_version(self._runs)  # the main process has chosen it
+            report = RunReport(directory, lambda: max(self._step, 0), self._processes.print)
+        if report is not None:
+            report.end_by_hang(text, stacks)
 
     def _writes(self, tracker: GeneralTracker) -> bool:
         return self._processes.is_main_process or not tracker.main_process_only
@@ -437,6 +508,10 @@ class Trackers:
         if one in _PROJECT:
             save_dir = self._project.logging_path or "."
             return LoggerTracker(one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options}))
+        if one in _ONE_RUN and "version" not in options:
+            return LoggerTracker(
+                one, self._in_run_directory(kind(self._directory(one), **{"name": project, **options}))
+            )
         if one in _IN_DIRECTORY:
             return LoggerTracker(one, kind(self._directory(one), **{"name": project, "version": "", **options}))
         return LoggerTracker(one, kind(**options))
@@ -464,10 +539,10 @@ class Trackers:
         self._step = self._step + 1 if step is None else step
         if self._facts is not None:
             self._begin_report(self._step)
-        given = _copied(values)
+        given, now = _copied(values), time.time()
         for one in self._deliveries.each():
             options = (log_kwargs or {}).get(one.logger.tracker.name, {})
-            one.put("log_metrics", given, step, options, number=0)
+            one.put("log_metrics", given, step, options, now, number=0)
 
     def get(self, name: Any, unwrap: bool) -> Any:
         """Return a tracker by name, after it has received all logged values; ``unwrap``: the object that it wraps.

@@ -45,6 +45,7 @@ from trainer_kit.checkpoint.manifest import (
     is_ours,
     may_be_ours,
     new_manifest,
+    next_commit,
     read_manifest,
 )
 from trainer_kit.checkpoint.remote import clean_uploads, delete, is_vacant, upload_directory
@@ -198,7 +199,9 @@ def write_snapshot(
         files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
         files[DOCUMENT] = write_file(work / DOCUMENT, [snapshot.document])
         extra = None if staged is None else staged_files(staged, files)
-        write_file(work / MANIFEST, [dump_manifest(new_manifest(files, parts, snapshot.info, versions(), extra=extra))])
+        committed = next_commit(target.parent)
+        manifest = new_manifest(files, parts, snapshot.info, versions(), committed, extra=extra)
+        write_file(work / MANIFEST, [dump_manifest(manifest)])
     return target
 
 
@@ -393,6 +396,8 @@ def io_failures(target: Location, needed: int = 0) -> Iterator[None]:
     """Turn an ``OSError`` inside into its `io_failure`."""
     try:
         yield
+    except CheckpointError:  # one of them is an OSError too
+        raise
     except OSError as error:
         raise io_failure(target, error, needed) from error
 

@@ -73,8 +73,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
         model: w: values differ by up to 1 (float32 [2])
         progress: step: value 3 != 4
     """
-    one = {"info": read_info(a), **read_checkpoint(a)}
-    two = {"info": read_info(b), **read_checkpoint(b)}
+    state, other = read_checkpoint(a), read_checkpoint(b)
+    one = {"info": read_info(a), **state}
+    two = {"info": read_info(b), **other}
     try:
         parts = {**one, **two}
         return [found for p in parts for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))]

@@ -131,6 +131,8 @@ def named_failure(file: object, what: str, fix: str | None = None) -> Iterator[N
     """Turn an ``OSError`` inside into a `CheckpointError` that names ``file``; ``what`` begins the reason."""
     try:
         yield
+    except CheckpointError:  # one of them is an OSError too
+        raise
     except OSError as error:
         raise CheckpointError(file, None, f"{what}: {error.strerror or error}", fix=fix) from error
 

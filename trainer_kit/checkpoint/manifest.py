@@ -7,13 +7,14 @@ import json
 import math
 import re
 import stat
+import time
 from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any, Final
 
 from trainer_kit.checkpoint.files import checksum, named_failure, read_file, read_start, stated_size
 from trainer_kit.core.display import in_units
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, MissingCheckpointError
 from trainer_kit.core.location import Location, RemotePath
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "check_content",
     "check_files",
     "check_sizes",
+    "commit_number",
     "digest",
     "dump_manifest",
     "files_of",
@@ -37,6 +39,7 @@ __all__ = [
     "load_json",
     "may_be_ours",
     "new_manifest",
+    "next_commit",
     "read_json",
     "read_manifest",
     "shards_of",
@@ -63,6 +66,11 @@ _PLAIN: Final = 1
 _SHARDED: Final = 2
 """Version of a sharded checkpoint: each rank wrote its own files, and ``layout.json`` lists the chunks in them."""
 
+_HEAD: Final = 128  # bytes at the start of a manifest that hold its format and the number of its commit
+_COMMITTED: Final = re.compile(rb'"committed": (\d{1,18}),')
+_LATEST_COMMIT: Final = 253402300799 * 10**6
+"""The last microsecond that a datetime can represent; a larger number was not written by this library."""
+
 _FIX: Final = "use another checkpoint, and let `trainer-kit checkpoint verify` look at this one"
 
 
@@ -71,22 +79,25 @@ def new_manifest(
     parts: Mapping[str, str | None] | Mapping[str, list[str]],
     info: Any,
     versions: dict[str, str],
+    committed: int,
     shards: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> Any:
-    """Make a manifest's content. It depends on no time and no machine, so equal states give equal bytes.
+    """Make a manifest's content. Apart from ``committed``, equal states give equal bytes.
 
     Args:
         files: size and checksum by file name; for a rank's file also the rank's number, from 1, as ``shard``.
         parts: the file of each part; of a sharded checkpoint its files.
         info: encoded.
         versions: of the libraries that write the checkpoint.
+        committed: from `next_commit`.
         shards: the number of ranks that write a sharded checkpoint; None for one process.
         extra: entries of files that hooks wrote, by path; None if no hooks may write.
     """
     return {
         "format": _FORMAT,
         "version": _PLAIN if shards is None else _SHARDED,
+        "committed": committed,
         "info": info,
         "versions": versions,
         **({} if shards is None else {"shards": shards}),
@@ -94,6 +105,32 @@ def new_manifest(
         "files": files,
         **({} if extra is None else {"extra": extra}),
     }
+
+
+def next_commit(directory: Location) -> int:
+    """Return the number of a commit in ``directory``: it is larger than the number of every checkpoint there.
+
+    It is the present time in microseconds since 1970, so that commits in different directories compare too, or one more
+    than the highest number in the directory if a clock was set back. At a URL it is the time.
+    """
+    now = time.time_ns() // 1000
+    if isinstance(directory, RemotePath) or not directory.is_dir():
+        return now
+    numbers = [commit_number(entry) or 0 for entry in directory.iterdir()]
+    return min(max([now, *(number + 1 for number in numbers)]), _LATEST_COMMIT)
+
+
+def commit_number(path: Location) -> int | None:
+    """Return the number of the commit that wrote the checkpoint at ``path``; None if its manifest does not show it.
+
+    Only the start of the manifest is read. Checkpoints of earlier versions have no number.
+    """
+    try:
+        match = _COMMITTED.search(read_start(path / MANIFEST, _HEAD))
+    except OSError:
+        return None
+    number = None if match is None else int(match[1])
+    return number if number is not None and number <= _LATEST_COMMIT else None
 
 
 def dump_manifest(content: dict[str, Any]) -> bytes:
@@ -114,9 +151,12 @@ def read_manifest(path: Location) -> dict[str, Any]:
         if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
             raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
         if path.is_dir():
-            raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
-        reason = "this is a file, not a checkpoint directory" if path.exists() else "this path contains no checkpoint"
-        raise CheckpointError(path, None, reason) from None
+            if was_checkpoint(path):
+                raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
+            raise MissingCheckpointError(path, "not a checkpoint: it has no manifest.json") from None
+        if path.exists():
+            raise CheckpointError(path, None, "this is a file, not a checkpoint directory") from None
+        raise MissingCheckpointError(path, "this path contains no checkpoint") from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)
     with named_failure(file, "the manifest cannot be read"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from trainer_kit.checkpoint.manifest import (
     check_content,
     check_files,
     check_sizes,
+    commit_number,
     files_of,
     is_sharded,
     listed,
@@ -29,14 +31,17 @@ from trainer_kit.checkpoint.manifest import (
     shards_of,
 )
 from trainer_kit.checkpoint.remote import fetched
-from trainer_kit.core.errors import CheckpointError, did_you_mean
-from trainer_kit.core.location import Location, locate
+from trainer_kit.core.errors import CheckpointError, MissingCheckpointError, did_you_mean
+from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
     "OF_A_RUN",
+    "describe_existing",
     "descriptions",
+    "directories_with_checkpoints",
     "files_for",
     "is_complete",
+    "missing_checkpoint",
     "opened",
     "read_checkpoint",
     "read_info",
@@ -45,6 +50,13 @@ __all__ = [
     "step_of",
     "verify_checkpoint",
 ]
+
+_MOST_BELOW: Final = 1000
+"""Directories to look into, on one level, in search of checkpoints."""
+_LEVELS: Final = 4
+"""A directory of runs has them in run/checkpoints/step-3, or in name/run/checkpoints/step-3."""
+_NAMED: Final = 4
+"""Checkpoints of a directory that an error names."""
 
 OF_A_RUN: Final = frozenset(
     (
@@ -100,7 +112,7 @@ def opened(
     Raises:
         CheckpointError: as `read_checkpoint`.
     """
-    root, manifest = _checked(path)
+    root, manifest = _checked_or_named(path)
     known = manifest["parts"]
     wanted = list(known if parts is None else parts)
     for part in wanted:
@@ -119,6 +131,97 @@ def _checked(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
     root = files_of(locate(path), manifest)
     check_files(root, manifest)
     return root, manifest
+
+
+def _checked_or_named(path: str | os.PathLike[str]) -> tuple[Location, dict[str, Any]]:
+    """Like `_checked`; the error for a missing checkpoint says which ones exist near ``path``."""
+    try:
+        return _checked(path)
+    except MissingCheckpointError as error:
+        raise missing_checkpoint(locate(path), error.reason, fix=error.fix) from None
+
+
+def missing_checkpoint(
+    path: Location, reason: str, directories: Iterable[Location] = (), fix: str | None = None
+) -> MissingCheckpointError:
+    """Return the error for a path at which there is no checkpoint; it says which checkpoints are near.
+
+    Args:
+        path: as the user gave it.
+        reason: what is missing.
+        directories: of checkpoints, besides ``path`` and its parent.
+        fix: what to do about it.
+    """
+    near = absolute(path if path.is_dir() else path.parent)
+    return MissingCheckpointError(path, reason, found=describe_existing([near, *directories]), fix=fix)
+
+
+def describe_existing(directories: Iterable[Location]) -> str:
+    """Return which complete checkpoints exist in these directories, or on a level below, for an error.
+
+    Example:
+        >>> import tempfile
+        >>> from trainer_kit.checkpoint.commit import write_checkpoint
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     for step in (3, 6):
+        ...         path = write_checkpoint(f"{directory}/run/step-{step}", {})
+        ...     describe_existing([path.parent.parent]).replace(directory, "logs")
+        'logs/run has step-3 and, the newest, step-6'
+    """
+    places = list({str(place): place for place in directories}.values())
+    lines: list[str] = []
+    for place in places:
+        for directory, paths in directories_with_checkpoints(place):
+            *earlier, newest = [path.name for path in paths]
+            shown = ", ".join(earlier[-_NAMED:])
+            dots = "…, " if len(earlier) > _NAMED else ""
+            lines.append(f"{directory} has {f'{dots}{shown} and, the newest, ' if earlier else ''}{newest}")
+    if lines:
+        return "; ".join(list(dict.fromkeys(lines))[:_NAMED])
+    present = [str(place) for place in places if place.is_dir()]
+    if present:
+        return f"no checkpoint is in {', '.join(present)}"
+    return f"{', '.join(map(str, places))} does not exist"
+
+
+def directories_with_checkpoints(directory: Location) -> list[tuple[Location, list[Location]]]:
+    """Return the complete checkpoints in a directory; if it has none, those in the directories on the next level below.
+
+    A run's directory has them in its directory ``checkpoints``, a directory of runs further below.
+
+    Args:
+        directory: the directory of checkpoints, of a run or of runs.
+
+    Returns:
+        The directories that have checkpoints, each with these in the order of their commits.
+    """
+    level = [directory]
+    for _ in range(_LEVELS):
+        having: list[tuple[Location, list[Location]]] = []
+        below: list[Location] = []
+        for place in level:
+            inside = _visible_directories(place)
+            paths = [path for path in inside if is_complete(path)]
+            paths.sort(key=lambda path: commit_number(path) or 0)
+            below += inside
+            if paths:
+                having.append((place, paths))
+        if having:
+            return having
+        level = list(islice(below, _MOST_BELOW))
+    return []
+
+
+def _visible_directories(directory: Location) -> list[Location]:
+    try:
+        if isinstance(directory, RemotePath):
+            found: list[Location] = [entry for entry in directory.iterdir() if entry.is_dir()]
+        else:
+            with os.scandir(directory) as entries:  # the kernel says which are directories, without a call for each
+                found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:  # absent, not a directory, or not readable for this user
+        return []
+    return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
 
 
 def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
@@ -184,7 +287,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         ...     verify_checkpoint(path)["info"]
         {'step': 3}
     """
-    root, manifest = _checked(path)
+    root, manifest = _checked_or_named(path)
     check_content(root, manifest, list(listed(manifest)))
     if is_sharded(manifest):
         with fetched(root, [LAYOUT]) as here:

@@ -50,6 +50,7 @@ from trainer_kit.checkpoint.manifest import (
     check_content,
     dump_manifest,
     new_manifest,
+    next_commit,
     shards_of,
 )
 from trainer_kit.checkpoint.read import descriptions, opened, read_trees
@@ -210,7 +211,7 @@ def write_sharded_snapshot(
 
         def commit(written: list[dict[str, Any]]) -> None:
             with io_failures(target, needed):
-                _describe(work, snapshot, written, staged)
+                _describe(work, snapshot, written, staged, next_commit(target.parent))
             stack.close()  # commits the work directory, or deletes it
 
         work = locate(ranks.reduce(lambda: None, begin))
@@ -229,7 +230,9 @@ def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping
     return files
 
 
-def _describe(work: Location, snapshot: ShardedSnapshot, written: list[dict[str, Any]], staged: Path | None) -> None:
+def _describe(
+    work: Location, snapshot: ShardedSnapshot, written: list[dict[str, Any]], staged: Path | None, committed: int
+) -> None:
     shards = {name: {**entry, "shard": rank + 1} for rank, own in enumerate(written) for name, entry in own.items()}
     document = write_file(work / DOCUMENT, [snapshot.document])
     layout = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
@@ -239,7 +242,7 @@ def _describe(work: Location, snapshot: ShardedSnapshot, written: list[dict[str,
     }
     files = {**shards, DOCUMENT: document, LAYOUT: layout}
     extra = None if staged is None else staged_files(staged, files)
-    manifest = new_manifest(files, parts, snapshot.info, versions(), snapshot.number, extra)
+    manifest = new_manifest(files, parts, snapshot.info, versions(), committed, snapshot.number, extra)
     write_file(work / MANIFEST, [dump_manifest(manifest)])
 
 

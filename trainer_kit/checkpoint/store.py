@@ -17,11 +17,19 @@ from typing import Any, Final, final
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.files import named_failure, read_file
 from trainer_kit.checkpoint.lock import DirectoryLock
-from trainer_kit.checkpoint.manifest import DAMAGED, MANIFEST, digest, load_json, read_manifest, was_checkpoint
+from trainer_kit.checkpoint.manifest import (
+    DAMAGED,
+    MANIFEST,
+    commit_number,
+    digest,
+    load_json,
+    read_manifest,
+    was_checkpoint,
+)
 from trainer_kit.checkpoint.read import is_complete, read_info, step_of, verify_checkpoint
 from trainer_kit.checkpoint.remote import move
 from trainer_kit.core.atomic_files import replace_file, sync_directory
-from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.errors import CheckpointError, MissingCheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
@@ -29,6 +37,7 @@ __all__ = [
     "Repair",
     "candidates",
     "checkpoints",
+    "commit_order",
     "entries",
     "lookup",
     "mark",
@@ -53,7 +62,7 @@ class CheckpointRecord(os.PathLike[str]):
     Attributes:
         path: its directory; at a URL a `RemotePath`, whose text is the URL.
         step: the number of optimizer steps before it was taken, from its info; None if the info has no step.
-        created: when it was finished (UTC), from the file system: a checkpoint contains no time.
+        created: when it was committed (UTC); of an earlier version's checkpoint the time of its manifest.
         info: the info that it was written with.
     """
 
@@ -67,9 +76,10 @@ class CheckpointRecord(os.PathLike[str]):
 
 
 def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
-    """Return the complete checkpoints directly in ``directory``, by step (those without a step first), then by age.
+    """Return the complete checkpoints directly in ``directory``, in the order of their commits: the newest is the last.
 
-    Hidden, torn, foreign and damaged entries and symbolic links are skipped. Sizes are compared, checksums are not:
+    Neither names nor steps decide: a later run in the same directory may have fewer steps. Hidden, torn, foreign and
+    damaged entries and symbolic links are skipped. Sizes are compared, checksums are not:
     `trainer_kit.checkpoint.read.verify_checkpoint` compares them. For an absent directory the list is empty.
 
     Args:
@@ -82,20 +92,39 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
         ...     for step in (20, 3):
         ...         _ = write_checkpoint(f"{directory}/step-{step}", {}, info={"step": step})
         ...     [record.path.name for record in checkpoints(directory)]
-        ['step-3', 'step-20']
+        ['step-20', 'step-3']
     """
     records = []
     for entry in entries(locate(directory)):
         if entry.name.startswith(".") or DAMAGED.fullmatch(entry.name) or entry.is_symlink() or not is_complete(entry):
             continue
         try:
-            info, time = read_info(entry), (entry / MANIFEST).stat().st_mtime_ns
+            info, number, time = read_info(entry), commit_number(entry), (entry / MANIFEST).stat().st_mtime_ns
         except (CheckpointError, OSError):  # deleted in the meantime
             continue
-        created = datetime.fromtimestamp(min(max(time / 1e9, 0), _LATEST), timezone.utc)
-        records.append((time, CheckpointRecord(entry, step_of(info), created, info)))
-    records.sort(key=lambda item: (-1 if item[1].step is None else item[1].step, item[0], item[1].path.name))
-    return [record for _, record in records]
+        seconds = time / 1e9 if number is None else number / 1e6
+        created = datetime.fromtimestamp(min(max(seconds, 0), _LATEST), timezone.utc)
+        records.append(CheckpointRecord(entry, step_of(info), created, info))
+    records.sort(key=lambda record: commit_order(record.path))
+    return records
+
+
+def commit_order(path: Location) -> tuple[int, int, int, str]:
+    """Return a key that sorts checkpoints, of one directory or of several, by the order of their commits.
+
+    Checkpoints of earlier versions have no number of a commit: they count as older than all that have one, and are
+    sorted by step and time among themselves. Without a readable manifest the time of the directory decides, so that a
+    damaged checkpoint that may be the newest is noticed.
+    """
+    number = commit_number(path)
+    if number is not None:
+        return number, 0, 0, path.name
+    time = _time(path)
+    try:
+        step = step_of(read_info(path))
+    except CheckpointError:
+        return time // 1000, 0, time, path.name
+    return 0, -1 if step is None else step, time, path.name
 
 
 def entries(root: Location) -> list[Any]:
@@ -129,7 +158,7 @@ def mark(directory: str | os.PathLike[str], **names: str | os.PathLike[str] | No
         _mark(root, names)
     except CheckpointError:
         if names.get("last") is not None:
-            # An old index would name an earlier checkpoint; without an index the newest one is found by its step.
+            # An old index would name an earlier checkpoint; without an index the newest one is found by its commit.
             with suppress(OSError):
                 (root / _INDEX).unlink()
         raise
@@ -227,7 +256,7 @@ class Repair:
 def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False) -> list[Location]:
     """Return the checkpoints of ``directory``, whole or damaged, in the order in which a resume should try them.
 
-    First the ``last`` of the index; then checkpoints from before it, by falling step; then the others.
+    First the ``last`` of the index; then the others, the newest commit first.
 
     Args:
         directory: of checkpoints.
@@ -236,17 +265,17 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_
     """
     root = locate(directory)
     index = read_index(root) or {}
-    counted = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
-    mine = (e for e in counted if was_checkpoint(e) or (_is_closed(e) and _is_named(e, index)))
+    visible = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
+    content: dict[Any, tuple[Any, bool]] = {}
     with named_failure(root, "the directory cannot be read"):
-        known = {e: _content(e) if whole_first or run is not None else (None, True) for e in mine}
-        ours = (e for e, (by, _) in known.items() if run is None or by in (run, _ANY_RUN))
-        found = sorted(((_step(e), _time(e), e) for e in ours), reverse=True)
-    named = index.get("last")
-    last = next((step for step, _, entry in found if entry.name == named), None)
-    if last is not None:
-        found.sort(key=lambda item: (item[2].name != named, item[0] > last))
-    whole, weights = ([entry for *_, entry in found if known[entry][1] is holds] for holds in (True, False))
+        for entry in visible:
+            if was_checkpoint(entry) or (_is_closed(entry) and _is_named(entry, index)):
+                content[entry] = _content(entry) if whole_first or run is not None else (None, True)
+        of_run = [entry for entry, (writer, _) in content.items() if run is None or writer in (run, _ANY_RUN)]
+        of_run.sort(key=commit_order, reverse=True)
+    of_run.sort(key=lambda entry: entry.name != index.get("last"))  # stable: the others stay in their order
+    whole = [entry for entry in of_run if content[entry][1]]
+    weights = [entry for entry in of_run if not content[entry][1]]
     return whole if run is not None else [*whole, *weights]
 
 
@@ -342,7 +371,7 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
     """
     root = absolute(directory)
     if not root.is_dir():
-        raise CheckpointError(root, None, "this directory does not exist")
+        raise MissingCheckpointError(root, "this directory does not exist")
     lock = DirectoryLock(root)
     try:
         done = Repair([], [], [], len(clean_incomplete(root)))
@@ -402,16 +431,6 @@ def _is_closed(path: Location) -> bool:
 def _is_named(path: Location, index: Mapping[str, str]) -> bool:
     """Whether a directory has the name of a checkpoint, or the index names it."""
     return _NUMBER.search(path.name) is not None or path.name in index.values()
-
-
-def _step(path: Location) -> int:
-    """Return the step from the info of a complete checkpoint, else from its name, else -1."""
-    number = _NUMBER.search(path.name)
-    step = None if number is None else int(number[1])
-    if is_complete(path):
-        with suppress(CheckpointError):
-            step = step_of(read_info(path))
-    return -1 if step is None else step
 
 
 def _time(path: Location) -> int:

@@ -46,7 +46,7 @@ from trainer_kit.checkpoint.manifest import (
     read_json,
     read_manifest,
 )
-from trainer_kit.checkpoint.read import files_for, read_checkpoint, read_trees
+from trainer_kit.checkpoint.read import files_for, missing_checkpoint, read_checkpoint, read_trees
 from trainer_kit.checkpoint.remote import fetched
 from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
@@ -55,6 +55,7 @@ from trainer_kit.core.location import Location, RemotePath, absolute, locate
 
 __all__ = [
     "ExportFormat",
+    "check_exists",
     "export",
     "holds_weight_files",
     "map_weights",
@@ -110,8 +111,6 @@ def _read(file: Location, device: torch.device | str, parts: Collection[str] | N
     if isinstance(file, RemotePath):
         with fetched(file.parent, [file.name]) as here:
             return _read(here / file.name, device, parts)
-    if not file.exists():
-        raise CheckpointError(file, None, "does not exist", fix=similar(file))
     if weight_format(file) == "safetensors":
         return {"state_dict": read_tensors(file, device)}
     loaded = torch_load(file, device)
@@ -134,12 +133,21 @@ def _joined(files: list[Path], read: Callable[[Path], dict[str, _Held]]) -> dict
     return whole
 
 
+def check_exists(path: Location) -> None:
+    """Raise `MissingCheckpointError`, which names the checkpoints near ``path``, if nothing is there."""
+    with named_failure(path, "it cannot be reached"):
+        present = path.exists()
+    if not present:
+        raise missing_checkpoint(path, "does not exist", fix=similar(path))
+
+
 def weight_format(file: Path) -> Literal["safetensors", "torch"]:
     """Return the format of a file, from its first bytes.
 
     Raises:
         CheckpointError: the file is in neither format, not a regular file, or cannot be read.
     """
+    check_exists(file)
     with named_failure(file, "it cannot be read"):
         if not stat.S_ISREG(file.stat().st_mode):  # the read of a pipe would block
             raise CheckpointError(file, None, "this is not a regular file")

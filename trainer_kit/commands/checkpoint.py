@@ -42,7 +42,22 @@ def checkpoint() -> None:
 @checkpoint.command("ls")
 @click.argument("directory", type=_DIRECTORY, default=".")
 def _ls(directory: Location) -> None:
-    """List the complete checkpoints in DIRECTORY: step, epoch, size, age, names (last, best)."""
+    """List the complete checkpoints in DIRECTORY, oldest first: step, epoch, size, age, names (last, best).
+
+    Where DIRECTORY is that of a run or of several runs, those one level or more below it are listed.
+    """
+    from trainer_kit.checkpoint.read import directories_with_checkpoints
+
+    below = directories_with_checkpoints(directory)
+    if not below:
+        click.echo(f"no checkpoints in {directory}")
+    for place, _ in below:
+        if place != directory:
+            click.echo(f"{place}:")
+        _list(place)
+
+
+def _list(directory: Location) -> None:
     from trainer_kit.checkpoint.read import size_of
     from trainer_kit.checkpoint.store import checkpoints, read_index
     from trainer_kit.core.display import in_units
@@ -54,25 +69,25 @@ def _ls(directory: Location) -> None:
         size = in_units(size_of(record.path))
         step, epoch = (str(record.info.get(key, "-")) for key in ("step", "epoch"))
         rows.append((record.path.name, step, epoch, size, f"{record.created:%Y-%m-%d %H:%M:%S}", ", ".join(names)))
-    if len(rows) == 1:
-        click.echo(f"no checkpoints in {directory}")
-        return
     table(rows)
 
 
 @checkpoint.command("verify")
 @click.argument("paths", type=_CHECKPOINT, nargs=-1, required=True)
 def _verify(paths: tuple[Location, ...]) -> None:
-    """Read every byte of the checkpoints at PATHS, or in the directories at PATHS. Exit code 1: one is damaged."""
-    from trainer_kit.checkpoint.manifest import was_checkpoint
-    from trainer_kit.checkpoint.read import verify_checkpoint
-    from trainer_kit.checkpoint.store import candidates
+    """Read every byte of the checkpoints at PATHS, or in the directories at PATHS. Exit code 1: one is damaged.
 
-    damaged = 0
+    Files beside checkpoints, as a pattern such as DIR/* names them too, are skipped with a line.
+    """
+    from trainer_kit.checkpoint.read import verify_checkpoint
+
+    verified = damaged = 0
     for path in paths:
-        # If a directory holds no checkpoints, verify_checkpoint refuses the directory itself.
-        inside = [] if was_checkpoint(path) or not path.is_dir() else sorted(candidates(path))
-        for each in inside or [path]:
+        inside = _to_verify(path)
+        if not inside:
+            click.echo(f"{path}: not a checkpoint, skipped")
+        for each in inside:
+            verified += 1
             try:
                 verify_checkpoint(each)
             except CheckpointError as error:
@@ -81,7 +96,27 @@ def _verify(paths: tuple[Location, ...]) -> None:
                 click.echo(f"{each}: damaged: {'' if where == '.' else f'{where}: '}{error.reason}")
             else:
                 click.echo(f"{each}: ok")
-    sys.exit(1 if damaged else 0)
+    if not verified:
+        click.echo("no checkpoint was verified")
+    sys.exit(1 if damaged or not verified else 0)
+
+
+def _to_verify(path: Location) -> list[Location]:
+    """Return the checkpoint at ``path``, or the checkpoints in it, whole or damaged; else those on the next level."""
+    from trainer_kit.checkpoint.manifest import may_be_ours, was_checkpoint
+    from trainer_kit.checkpoint.read import directories_with_checkpoints
+    from trainer_kit.checkpoint.store import candidates
+
+    if was_checkpoint(path):
+        return [path]
+    if not path.is_dir():
+        return []
+    inside = candidates(path)
+    for place, _ in [] if inside else directories_with_checkpoints(path):
+        inside += candidates(place)
+    if not inside and any(map(may_be_ours, path.iterdir())):
+        return [path]  # what is left of a checkpoint
+    return sorted(inside)
 
 
 @checkpoint.command("diff")

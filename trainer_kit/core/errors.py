@@ -11,6 +11,7 @@ TrainerKitError
 │   └── RegistryError                        a name that is not registered
 ├── LogError                                 a logged value or name that cannot be used
 ├── CheckpointError(file, key, reason)       bytes on disk that are damaged, foreign or cannot be written
+│   └── MissingCheckpointError               no checkpoint is there (also a FileNotFoundError and a ValueError)
 ├── NonFiniteError                           the loss became NaN or infinite
 ├── RankError                                ranks that disagree, or a rank that failed
 └── LaunchError                              processes that could not be started or supervised
@@ -32,6 +33,7 @@ __all__ = [
     "HookError",
     "LaunchError",
     "LogError",
+    "MissingCheckpointError",
     "NonFiniteError",
     "PrecisionError",
     "RankError",
@@ -121,15 +123,44 @@ class CheckpointError(TrainerKitError):
         file: the affected file.
         key: the affected entry of the file, or None for the whole file.
         reason: what is wrong with it.
+        found: what was found, where there is no key.
         fix: what to do about it.
     """
 
-    def __init__(self, file: object, key: str | None, reason: str, *, fix: str | None = None) -> None:
+    def __init__(
+        self, file: object, key: str | None, reason: str, *, found: str | None = None, fix: str | None = None
+    ) -> None:
         # Text from a file may contain control characters for the terminal, and may be of any length.
         self.file, self.key, self.reason = printable(str(file), keep="\n"), key, printable(reason, keep="\n")
-        found = None if key is None else f"key {key[:200]!r}"
+        if key is not None:
+            found = f"key {key[:200]!r}"
+        found = None if found is None else printable(found, keep="\n")
         fix = None if fix is None else printable(fix, keep="\n")
         super().__init__(f"{self.file}: {self.reason}", found=found, fix=fix)
+
+
+class MissingCheckpointError(CheckpointError, FileNotFoundError, ValueError):
+    """A checkpoint that does not exist; the message says what exists there.
+
+    Programs for Lightning and Accelerate catch a ``FileNotFoundError`` or a ``ValueError`` here, so it is both.
+
+    Args:
+        path: the checkpoint that was asked for: a path, or a word such as ``"last"``.
+        reason: what is missing.
+        found: what exists there.
+        fix: what to do about it.
+
+    Example:
+        >>> error = MissingCheckpointError("runs/nope", "does not exist", found="runs has step-3")
+        >>> print(error)
+        runs/nope: does not exist
+          found: runs has step-3
+        >>> isinstance(error, FileNotFoundError), isinstance(error, ValueError)
+        (True, True)
+    """
+
+    def __init__(self, path: object, reason: str, *, found: str | None = None, fix: str | None = None) -> None:
+        super().__init__(path, None, reason, found=found, fix=fix)
 
 
 class NonFiniteError(TrainerKitError):

@@ -106,15 +106,39 @@ def qualified_name(error: BaseException) -> str:
 
 
 def _format(error: BaseException) -> list[str]:
-    """Format the traceback, starting at the script's first frame."""
+    """Format the traceback, starting at the script's first frame.
+
+    An error of this library says in its text what to do: of its traceback only the frames of the user's code stay.
+    """
     trace = error.__traceback__
-    ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in ours:
+    launcher = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
+    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in launcher:
         trace = trace.tb_next
-    lines = traceback.format_exception(type(error), error, trace)
+    if _explains_itself(error):
+        frames = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
+        lines = [*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)]
+    else:
+        lines = traceback.format_exception(type(error), error, trace)
     if sys.version_info < (3, 11):
         lines += [f"{note}\n" for note in getattr(error, "__notes__", [])]
     return lines
+
+
+def _is_users(file: str) -> bool:
+    """Whether a frame is neither of this library nor of the standard library."""
+    file = os.path.abspath(file)
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    library = os.path.dirname(os.__file__)
+    installed = "site-packages" in file or "dist-packages" in file
+    return not file.startswith(package + os.sep) and (installed or not file.startswith(library + os.sep))
+
+
+def _explains_itself(error: BaseException) -> bool:
+    """Whether this is an error of this library without another error as its cause."""
+    errors = sys.modules.get("trainer_kit.core.errors")
+    if errors is None or not isinstance(error, errors.TrainerKitError):
+        return False
+    return error.__cause__ is None and (error.__context__ is None or error.__suppress_context__)
 
 
 _REPORTER = _Reporter()

@@ -500,14 +500,15 @@ class Deliveries:
         return [self._each[id(one)] for one in self._loggers]
 
     def log(self, values: Mapping[str, Any], step: int, counts: Mapping[str, int]) -> None:
-        """Queue the values of a step for every logger; the journal also gets the samples and tokens so far."""
+        """Queue the values of a step for every logger; a journal also gets the time, the samples and the tokens."""
+        now = time.time()
         with _PUBLISHING:  # the same order in every queue
             self._logged = True
             number = -1
             if self._index is not None:
                 number, self._index.count = self._index.count, self._index.count + 1
             for one in self.each():
-                more = (counts,) if one.journals else ()
+                more = (counts, now) if isinstance(one.logger, JSONLLogger) else ()
                 one.put("log_metrics", values, step, *more, number=max(number, 0))
 
     def call(self, method: str, *arguments: Any) -> list[tuple[Delivery, int]]:

@@ -67,7 +67,11 @@ class JSONLLogger(DirectoryLogger):
 
     @one_at_a_time
     def log_metrics(
-        self, metrics: Mapping[str, Any], step: int | None = None, counts: Mapping[str, int] | None = None
+        self,
+        metrics: Mapping[str, Any],
+        step: int | None = None,
+        counts: Mapping[str, int] | None = None,
+        at: float | None = None,
     ) -> None:
         """Append the values.
 
@@ -76,6 +80,8 @@ class JSONLLogger(DirectoryLogger):
                 ``hparams``) is written as ``metric/step`` and so on.
             step: the step of the values; None for that of the previous call.
             counts: samples and tokens trained on so far, by name.
+            at: when the values were logged, in seconds since 1970; None for now. A Trainer writes the journal on a
+                separate thread, later than the step.
 
         Raises:
             LogError: a value is not one number.
@@ -84,7 +90,9 @@ class JSONLLogger(DirectoryLogger):
         values = {f"metric/{name}" if name in _FIELDS else name: value for name, value in found.items()}
         self._step = self._step if step is None else step
         if values:
-            fields = {"step": self._step, "time": time.time()} | ({"counts": dict(counts)} if counts else {})
+            fields = {"step": self._step, "time": time.time() if at is None else at} | (
+                {"counts": dict(counts)} if counts else {}
+            )
             self._append({**fields, **values})
 
     @one_at_a_time

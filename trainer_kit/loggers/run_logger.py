@@ -159,9 +159,8 @@ class RunLogger(ABC):
         return self._save_dir
 
     @property
-    def log_dir(self) -> str:
-        """The same as ``save_dir``."""
-        return self._save_dir
+    def log_dir(self) -> None:
+        """None: all runs share ``save_dir``. A Trainer makes a directory for its run below ``default_root_dir``."""
 
     @property
     @one_at_a_time

@@ -119,9 +119,8 @@ class WandbLogger:
         return str(self._init["dir"])
 
     @property
-    def log_dir(self) -> str:
-        """The same as ``save_dir``."""
-        return self.save_dir
+    def log_dir(self) -> None:
+        """None: all runs share ``save_dir``. A Trainer makes a directory for its run below ``default_root_dir``."""
 
     @property
     @one_at_a_time

@@ -385,7 +385,7 @@ def _base64(values: npt.NDArray[Any]) -> str:
 
 
 def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
-    """Return the paths that are run directories; for every other path the run directories inside it.
+    """Return the run directories in each path: the path itself, and those below it.
 
     Raises:
         ConfigurationError: a path contains no run directory.
@@ -393,11 +393,10 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     found: list[Path] = []
     for path in map(Path, paths):
         inside = sorted({file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}, key=_in_order)
-        own = [directory for directory in inside if directory == path]
         if not inside:
             fix = "name the directory that a Trainer prints as its log_dir, or one above it"
             raise ConfigurationError(f"{path} contains no run", found=f"no {JOURNAL} in this directory", fix=fix)
-        found += own or inside
+        found += inside
     return list(dict.fromkeys(found))
 
 

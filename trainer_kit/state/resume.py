@@ -12,16 +12,15 @@ from torch import nn
 
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
-from trainer_kit.checkpoint.read import OF_A_RUN, is_complete, read_checkpoint, read_info, step_of
-from trainer_kit.checkpoint.store import candidates, newest_verified, set_aside, similar
+from trainer_kit.checkpoint.read import OF_A_RUN, describe_existing, is_complete, missing_checkpoint, read_checkpoint
+from trainer_kit.checkpoint.store import candidates, checkpoints, commit_order, newest_verified, set_aside, similar
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
-from trainer_kit.core.errors import CheckpointError, ConfigurationError
-from trainer_kit.core.location import Location, absolute, is_url, locate
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
+from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.state.collect import fitting, own_part
-from trainer_kit.state.records import RUN, read_records
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, clean_directory, discarded, distinct, named_directories
 from trainer_kit.step.bus import Bus
 from trainer_kit.strategies.strategy import Strategy
@@ -73,7 +72,8 @@ class Search:
             files.say(f"run {old.directory} has no checkpoint yet: starting it from the beginning{end}")
         elif files.resume == "auto" and files.records:
             earlier = files.record is not None and files.record.number > 1
-            hint = '; fit(ckpt_path="last") continues from the newest checkpoint of an earlier one' if earlier else ""
+            newest = on_rank_zero(self.world, self._newest_of_other_runs) if earlier else None
+            hint = "" if newest is None else f'; fit(ckpt_path="{newest}") continues from the newest checkpoint there'
             files.say(f'resume="auto": {self._why_new()}: starting a new run{hint}')
         path = self.find(ckpt_path, whole_first=not weights_only)
         found = f"starting from the weights in {path}" if weights_only else f"resuming from step {{step}} ({path})"
@@ -95,28 +95,16 @@ class Search:
         Args:
             ckpt_path: as the user gave it. For ``"last"`` damaged checkpoints are skipped, and named.
             whole_first: for ``"last"``, a checkpoint of weights alone is taken only where there is nothing else.
+
+        Raises:
+            MissingCheckpointError: there is no such checkpoint; the message says which ones exist.
         """
         if ckpt_path is None:
             return None
         if ckpt_path == "best":
-            for callback in self.callbacks:
-                if callback.best_model_path:
-                    return locate(callback.best_model_path)
-            raise CheckpointError(
-                "best",
-                None,
-                "no checkpoint callback of this Trainer has a best checkpoint yet",
-                fix='"best" is known after a fit of this Trainer with a ModelCheckpoint; pass a path, or "last" for the'
-                " newest checkpoint on disk",
-            )
+            return self._best()
         if ckpt_path == "last":
-            root = self.files.root
-            newest = on_rank_zero(self.world, lambda: self._newest(whole_first))
-            if newest is None and not self.fits:
-                raise CheckpointError("last", None, f"no checkpoint below {root}")
-            if newest is None:  # the same command starts a run and continues it
-                self.files.say(f"no checkpoint below {root} yet: this run starts from the beginning")
-            return newest
+            return self._last(whole_first)
         if not isinstance(ckpt_path, (str, os.PathLike)):
             raise ConfigurationError(
                 'ckpt_path must be a path, a URL, "last" or "best"',
@@ -127,6 +115,42 @@ class Search:
         fail_together(self.world, lambda: self._check_path(path))
         return path
 
+    def _best(self) -> Location:
+        for callback in self.callbacks:
+            if callback.best_model_path:
+                return locate(callback.best_model_path)
+        exists = on_rank_zero(self.world, lambda: describe_existing(self._directories()))
+        raise MissingCheckpointError(
+            "best",
+            "no checkpoint callback of this Trainer has a best checkpoint yet",
+            found=exists,
+            fix='"best" is known after a fit of this Trainer with a ModelCheckpoint; pass a path, or "last" for the'
+            " newest checkpoint in its directory",
+        )
+
+    def _last(self, whole_first: bool) -> Location | None:
+        directories = self._directories()
+        newest = on_rank_zero(self.world, lambda: self._newest_verified(directories, whole_first=whole_first))
+        if newest is not None:
+            return newest
+        shown = ", ".join(map(str, directories))
+        other = on_rank_zero(self.world, self._newest_of_other_runs)
+        if not self.fits:
+            found = f"{other}, of another run" if other is not None else "none of another run beside it either"
+            fix = None if other is None else f'to take it, name it: ckpt_path="{other}"'
+            raise MissingCheckpointError("last", f"no checkpoint is in {shown} yet", found=found, fix=fix)
+        # The same command starts a run and continues it.
+        hint = "" if other is None else f'; to continue another run, name its checkpoint: ckpt_path="{other}"'
+        self.files.say(f"no checkpoint is in {shown} yet: this run starts from the beginning{hint}")
+        return None
+
+    def _newest_of_other_runs(self) -> Location | None:
+        """The newest checkpoint of runs in the directories beside this one's, for a message: it is never taken."""
+        root = absolute(self.files.root)
+        places = [absolute(directory / "checkpoints") for directory in self.files.run_directories()]
+        paths = [record.path for place in distinct([*places, root / "checkpoints"]) for record in checkpoints(place)]
+        return max(paths, key=commit_order, default=None)
+
     def _check_path(self, path: Location) -> None:
         try:
             there = path.exists()
@@ -134,28 +158,19 @@ class Search:
         except OSError as error:
             raise CheckpointError(path, None, f"cannot be reached: {error}") from error
         if not there:
-            raise CheckpointError(path, None, "does not exist", fix=similar(path, self._directories(), '"last"'))
+            directories = self._directories()
+            fix = similar(path, directories, '"last"')
+            raise missing_checkpoint(path, "does not exist", directories, fix=fix)
         if several:
             raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
 
-    def _newest(self, whole_first: bool) -> Location | None:
-        """The newest checkpoint that verifies: of this Trainer's directories, else of the newest run before it."""
-        found = self._newest_verified(self._directories(), whole_first=whole_first)
-        root = self.files.root
-        if found is not None or is_url(root):  # every run below a URL writes to the same directory
-            return found
-        # A new process has a new run directory: look at the runs before it.
-        earlier = [directory for directory in Path(root).glob("**/checkpoints") if candidates(directory)]
-        if not earlier:
-            return None
-        newest = max(earlier, key=_changed)
-        # Clocks jump: of runs with the same parent, the records decide which is the newest.
-        beside = [directory for directory in earlier if directory.parent.parent == newest.parent.parent]
-        newest = max(beside, key=lambda directory: (_number(directory), _changed(directory)))
-        return self._newest_verified([newest], whole_first=whole_first)
-
     def _directories(self) -> list[Location]:
-        return list(dict.fromkeys([*named_directories(self.callbacks), absolute(self.files.checkpoint_dir)]))
+        """Where this Trainer writes checkpoints: the directories of its callbacks; without one the run's own."""
+        named = named_directories(self.callbacks)
+        unnamed = [callback for callback in self.callbacks if not callback.dirpath]
+        if unnamed or not named:
+            named.append(absolute(self.files.checkpoint_dir))
+        return list(dict.fromkeys(named))
 
     def _newest_verified(
         self, directories: list[Location], run: str | None = None, whole_first: bool = False
@@ -167,7 +182,7 @@ class Search:
             run: look only at what this run can be continued from.
             whole_first: as for `find`.
         """
-        sound: list[tuple[bool, int, Location]] = []
+        sound: list[tuple[bool, Location]] = []
         rejected: list[tuple[Location, CheckpointError]] = []
         for directory in directories:
             if self.fits and is_free(directory):
@@ -177,9 +192,8 @@ class Search:
             path, damaged = newest_verified(directory, run, whole_first)
             rejected += damaged
             if path is not None:
-                step = step_of(read_info(path))
                 whole = not whole_first or "progress" in read_manifest(path)["parts"]
-                sound.append((whole, -1 if step is None else step, path))
+                sound.append((whole, path))
         if rejected and not sound:
             path, problem = rejected[0]
             raise CheckpointError(
@@ -188,7 +202,8 @@ class Search:
                 f"{problem.reason}; {path.parent} contains no intact checkpoint",
                 fix="pass another ckpt_path, or leave it out to start a new run",
             )
-        chosen = max(sound, key=lambda item: item[:2], default=(False, 0, None))[2]
+        newest_first = sorted(sound, key=lambda item: (item[0], commit_order(item[1])), reverse=True)
+        chosen = newest_first[0][1] if newest_first else None
         for path, problem in rejected:
             where = f"; it is now {set_aside(path).name}" if self.fits and is_free(path.parent) else ""
             self.files.say(
@@ -196,16 +211,6 @@ class Search:
                 f"falling back to {chosen and chosen.name}{where}"
             )
         return chosen
-
-
-def _number(directory: Path) -> int:
-    return max((record.number for record in read_records(directory.parent / RUN) or ()), default=0)
-
-
-def _changed(directory: Path) -> int:
-    return max(
-        (path / MANIFEST if (path / MANIFEST).exists() else path).stat().st_mtime_ns for path in candidates(directory)
-    )
 
 
 def read_state(path: Location, weights_only: bool) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from trainer_kit.core.seed import order_seed
 from trainer_kit.launch.program import HANDED_OVER, arguments, handed_over, launches, script
 from trainer_kit.loggers.delivery import Deliveries
 from trainer_kit.loggers.journal import JSONLLogger
+from trainer_kit.loggers.layout import DEFAULT_NAME
 from trainer_kit.state.records import RUN, RunRecord, read_records, record_problem, write_record
 from trainer_kit.step.requests import Requests
 
@@ -53,6 +54,8 @@ __all__ = [
 Cleanup = list[Callable[[BaseException | None], Any]]
 """What an entry point calls at its end, each with the exception or None."""
 _STEP: Final = re.compile(r"\bstep[-=](\d+)")
+_DIRECTORY_NAME: Final = re.compile(r"[\w-][\w. -]*")
+"""Names of loggers that are used as the name of a directory."""
 
 
 class KeepsCheckpoints(Protocol):
@@ -143,6 +146,7 @@ class RunFiles:
         self.journal: JSONLLogger | None = None
         self.deliveries = Deliveries(say)
         self._directory: str | None = None
+        self._numbered = self._number_directory()
         self.read_seed()
 
     # -- directories -----------------------------------------------------------------------------------------------
@@ -154,10 +158,31 @@ class RunFiles:
             self._directory = self._logger_directory()
         return Path(self._directory)
 
-    def _logger_directory(self) -> str:
+    def _number_directory(self) -> JSONLLogger | None:
+        """Number the directories of runs below the root, where no logger makes one for its run: trackers have none."""
+        if not self.loggers or self._logged_directories():
+            return None
+        name = getattr(self.loggers[0], "name", None)
+        named = isinstance(name, str) and _DIRECTORY_NAME.fullmatch(name)
+        return JSONLLogger(self._local_root, name if named else DEFAULT_NAME)
+
+    @property
+    def _local_root(self) -> str:
+        return os.getcwd() if is_url(self.root) else self.root
+
+    def _logged_directories(self) -> list[str]:
         directories = (getattr(logger, "log_dir", None) for logger in self.loggers)
-        here = os.getcwd() if is_url(self.root) else self.root
-        return next((str(directory) for directory in directories if directory), here)
+        return [str(directory) for directory in directories if directory]
+
+    def _logger_directory(self) -> str:
+        if self._numbered is not None:
+            return self._numbered.log_dir
+        return next(iter(self._logged_directories()), self._local_root)
+
+    @property
+    def _of_directory(self) -> list[Any]:
+        """The loggers, and what numbers the directory: their states say which run is continued, and where."""
+        return [*self.loggers, *([] if self._numbered is None else [self._numbered])]
 
     @property
     def checkpoint_dir(self) -> Location:
@@ -192,7 +217,8 @@ class RunFiles:
         here = Path(os.path.abspath(self.directory))
         found = {here}
         if self.loggers and here != Path(os.path.abspath(self.root)):
-            base = Path(os.path.abspath(getattr(self.loggers[0], "root_dir", None) or here.parent))
+            first = self.loggers[0] if self._numbered is None else self._numbered
+            base = Path(os.path.abspath(getattr(first, "root_dir", None) or here.parent))
             if base in here.parents:
                 for name in (RUN, "checkpoints"):
                     files = base.glob("/".join(["*", *here.relative_to(base).parts[1:], name]))
@@ -222,10 +248,10 @@ class RunFiles:
         if fits and self.records:
             count_fit()
         if world.size > 1:
-            mine = (str(self.directory), _logger_states(self.loggers)) if world.rank == 0 else ("", [])
+            mine = (str(self.directory), _logger_states(self._of_directory)) if world.rank == 0 else ("", [])
             (self._directory, states), self.data_seed = world.broadcast((mine, self.data_seed))
             if world.rank:  # names and directories of loggers are read on every rank
-                _load_loggers(self.loggers, states)
+                _load_loggers(self._of_directory, states)
         if self.loggers and world.rank == 0:
             journal = self.journal or JSONLLogger(str(self.directory), "", "")
             own = (one for one in self.loggers if isinstance(one, JSONLLogger) and one.path == journal.path)
@@ -272,12 +298,12 @@ class RunFiles:
                 old = next((record for record in same if record.execution == _EXECUTION.id), None)
             else:
                 old = next((r for i, r in enumerate(same) if r.status != "finished" or (i == 0 and not r.ended)), None)
-        _load_loggers(self.loggers, given.get("loggers", []) if old is None else old.loggers)
+        _load_loggers(self._of_directory, given.get("loggers", []) if old is None else old.loggers)
         self._forget_directory()
         seed = given.get("seed") if old is None else old.seed
         if seed is not None and self.seed is None:
             self.data_seed = seed
-        new = replace(new, seed=self.data_seed, loggers=_logger_states(self.loggers))
+        new = replace(new, seed=self.data_seed, loggers=_logger_states(self._of_directory))
         if old is not None:
             _EXECUTION.id = old.execution
             new = replace(new, id=old.id, number=old.number, execution=old.execution, started=old.started)
@@ -286,6 +312,7 @@ class RunFiles:
     def replace_loggers(self, loggers: Sequence[Any]) -> None:
         """Log with these from the next entry point on."""
         self.loggers = list(loggers)
+        self._numbered = self._number_directory()
         self.deliveries.open([], None)  # those before get nothing more
         self._forget_directory()
 
@@ -299,7 +326,7 @@ class RunFiles:
     def hand_over(self) -> dict[str, str]:
         """The variable by which ranks and restarts get the id, the seed and the loggers that are drawn here."""
         self.read_seed()
-        drawn = {"id": secrets.token_hex(8), "seed": self.data_seed, "loggers": _logger_states(self.loggers)}
+        drawn = {"id": secrets.token_hex(8), "seed": self.data_seed, "loggers": _logger_states(self._of_directory)}
         return {HANDED_OVER: json.dumps(drawn)}
 
     def begin(self, directories: list[Location], requests: Requests, progress: Progress, cleanup: Cleanup) -> None:
@@ -356,11 +383,17 @@ class RunFiles:
 
     def continue_logging(self, state: Mapping[str, Any]) -> None:
         """Let loggers continue the runs of a `logging_state` of this directory, unless configured otherwise."""
-        if state.get("run_dir") != self._masked_directory():
+        if not self._continues_in(state.get("run_dir")):
             return
         for logger, before in zip(self.loggers, state["each"], strict=False):
             if type(logger).__name__ == before["logger"] and before["state"]:
                 call_optional(logger, "load_state_dict", before["state"])
+
+    def _continues_in(self, saved: object) -> bool:
+        """Whether a run with this directory is continued: it is this one, or its tracker's run goes on from here."""
+        here = self._masked_directory()
+        beside = isinstance(saved, str) and os.path.dirname(saved) == os.path.dirname(str(here))
+        return saved == here or (self._numbered is not None and beside)
 
     def _masked_directory(self) -> object:
         return mask_secrets(os.path.abspath(self.directory))
@@ -438,7 +471,7 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         explained = not problems and (len(unknown) < len(there) or _real(place) in listed)
         if not unknown or explained:
             continue
-        newest = max(unknown, key=lambda one: one.created)
+        newest = unknown[-1]
         why = problems.get(Path(str(place)).parent) or next(iter(problems.values()), f"no {RUN} knows their run")
         raise ConfigurationError(
             f"the checkpoints in {place} belong to an unknown run",

@@ -351,7 +351,7 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
     steps = []
     with suppress(CheckpointError, OSError):
         steps = [record.step for record in checkpoints(path.parent) if record.step is not None]
-    kept = f"kept step {max(steps)}" if steps else "no checkpoint is there yet"
+    kept = f"kept step {steps[-1]}" if steps else "no checkpoint is there yet"
     next_try = next(
         (found for request in save.requests_of(str(path)) if (found := getattr(request, "next_try", ""))), ""
     )

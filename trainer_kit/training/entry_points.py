@@ -259,7 +259,7 @@ class EntryPoint:
         if path is None and trainer.trained_before:
             trainer.say(
                 f"this fit starts at step 0 with new optimizers; the last one ended at step {trainer.trained_before}"
-                ' (to continue it, pass ckpt_path="last" to a Trainer with a larger limit)'
+                " (to continue it, pass the path of its last checkpoint as ckpt_path= to a Trainer with a larger limit)"
             )
         trainer.restored_from = None if path is None else str(path)
         if path is not None:  # which has its own counts, or starts again

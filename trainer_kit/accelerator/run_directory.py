@@ -1,0 +1,64 @@
+"""The directories of an Accelerator's runs: journal, report and tables of each run are in one of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from trainer_kit.report.collect import JOURNAL
+from trainer_kit.report.events import EVENTS
+
+__all__ = ["free_version", "is_version", "newest_version", "remove_unused"]
+
+_VERSION: Final = re.compile(r"version_(\d{1,9})")
+_FILES: Final = (EVENTS, JOURNAL, "metrics.csv")
+"""Files that only one run may write."""
+_CONFIGURATION: Final = "hparams.json"
+
+
+def free_version(root: Path) -> str:
+    """Return a directory below ``root`` for a new run: "" for the first run, else ``version_N``, above the highest N.
+
+    Args:
+        root: the directory of the project in the logging directory.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as directory:
+        ...     first = free_version(Path(directory))
+        ...     _ = (Path(directory) / "journal.jsonl").write_text("")
+        ...     first, free_version(Path(directory))
+        ('', 'version_1')
+    """
+    numbers = _numbers(root)
+    if not numbers and not any((root / name).exists() for name in _FILES):
+        return ""
+    return f"version_{max(numbers, default=0) + 1}"
+
+
+def newest_version(root: Path) -> str:
+    """Return the directory below ``root`` of the newest run: that with the highest number, else ""."""
+    numbers = _numbers(root)
+    return f"version_{max(numbers)}" if numbers else ""
+
+
+def is_version(version: object) -> bool:
+    """Whether this is a directory of `free_version`: it may come from a file that was edited."""
+    return isinstance(version, str) and (version == "" or _VERSION.fullmatch(version) is not None)
+
+
+def remove_unused(new: Path, continued: Path) -> None:
+    """Remove the directory of a run that continues an earlier one instead; its configuration replaces that one's."""
+    with suppress(OSError):
+        os.replace(new / _CONFIGURATION, continued / _CONFIGURATION)
+    with suppress(OSError):
+        (new / JOURNAL).unlink(missing_ok=True)
+        new.rmdir()
+
+
+def _numbers(root: Path) -> list[int]:
+    names = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+    return [int(match[1]) for match in map(_VERSION.fullmatch, names) if match]
