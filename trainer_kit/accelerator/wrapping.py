@@ -14,6 +14,7 @@ from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import each_tensor, to_float32
 from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP
 from trainer_kit.strategies.strategy import EngineModule
 
 __all__ = [
@@ -109,6 +110,8 @@ def with_exchange(model: nn.Module) -> Iterator[None]:
         return
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
+    if isinstance(model, AdaptiveDDP):
+        model.follow_trained()
     model.reducer.prepare_for_backward([])
     try:
         yield
