@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -37,6 +38,14 @@ class _Forward:
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
         self.forward = forward
         self.precision = precision
+
+    @property
+    def __code__(self) -> Any:
+        """Read by torch.export."""
+        return self.forward.__code__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(copy.deepcopy(self.forward, memo), self.precision)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         context = self.precision.forward_context()
