@@ -50,7 +50,7 @@ class AcceleratedOptimizer(OptimizerProxy):
 
     def __getstate__(self) -> dict[str, Any]:
         # The strategy's step is bound to this optimizer: a copy steps its own.
-        return {**vars(self), "_own_step": None, "_before_first_step": None}
+        return {**super().__getstate__(), "_own_step": None, "_before_first_step": None}
 
     def rebind(self, step: Callable[..., Any] | None) -> None:
         """Replace the strategy's step."""

@@ -493,7 +493,11 @@ class _LoopChecks:
 
     def __getstate__(self) -> dict[str, Any]:
         # The hooks belong to this process.
-        return {**vars(self), "_steps": None, "_calls": None, "_uncalled": weakref.WeakSet(), "active": False}
+        return {**vars(self), "_steps": None, "_calls": None, "_uncalled": None, "active": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._uncalled = weakref.WeakSet()
 
     @staticmethod
     def _compare_devices(model: nn.Module, given: Any) -> None:
