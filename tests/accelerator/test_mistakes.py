@@ -11,6 +11,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -168,6 +169,7 @@ def test_no_check_remains_after_the_first_steps(steps):
     assert not accelerator.prepared.checks.active
     assert optimizer._before_first_step is None
     assert not model._forward_pre_hooks
+    assert not _global_forward_pre_hooks
     assert not _global_optimizer_pre_hooks
 
 

@@ -372,3 +372,55 @@ def test_a_manifest_cannot_lead_out_of_the_state(name: str, tmp_path: Path) -> N
     file.write_bytes(dump_manifest(manifest))
     with pytest.raises(CheckpointError, match="lead out of the checkpoint"):
         accelerator.load_state(tmp_path / "state")
+
+
+SAVE_HOOKS: dict[str, Any] = {
+    "the first": lambda models, weights: weights.pop(0),
+    "the second": lambda models, weights: weights.pop(),
+    "by its model": lambda models, weights: weights.pop(models.index(models[0])),
+    "all": lambda models, weights: weights.clear(),
+    "all, one by one": lambda models, weights: [weights.pop() for _ in models],
+    "none": lambda models, weights: None,
+    "replaced": lambda models, weights: weights.__setitem__(0, dict(weights[0])),
+}
+LOAD_HOOKS: dict[str, Any] = {
+    "the first": lambda models: [models.pop(0)],
+    "the second": lambda models: [models.pop()],
+    "by its model": lambda models: [models.pop(0)],
+    "all": lambda models: [models.pop() for _ in range(len(models))],
+    "all, one by one": lambda models: [models.pop() for _ in range(len(models))],
+    "none": lambda models: [],
+    "replaced": lambda models: [],
+}
+
+
+@pytest.mark.parametrize("name", SAVE_HOOKS)
+def test_hooks_take_out_some_of_the_models(tmp_path: Path, name: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    layers = [nn.Linear(1, 1), nn.Linear(2, 1)]
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in layers]
+    models = accelerator.prepare(*layers, *optimizers)[:2]
+    before = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in layers]
+
+    def load(models: list[nn.Module], path: str) -> None:
+        for model in LOAD_HOOKS[name](models):
+            model.load_state_dict(before[model.in_features - 1])
+
+    accelerator.register_save_state_pre_hook(lambda models, weights, path: SAVE_HOOKS[name](models, weights))
+    accelerator.register_load_state_pre_hook(load)
+    accelerator.save_state(tmp_path / "state")
+    for layer in layers:
+        nn.init.zeros_(layer.weight)
+    accelerator.load_state(tmp_path / "state")
+    for model, saved in zip(models, before, strict=True):
+        assert torch.equal(model.weight, saved["weight"])
+
+
+def test_a_model_that_no_hook_loads_and_that_has_no_weights_is_named(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1), nn.Bilinear(2, 1, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, path: weights.pop())
+    accelerator.register_load_state_pre_hook(lambda models, path: models.pop(0))
+    accelerator.save_state(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"no weights of model 1 \(Bilinear\): a hook took them out"):
+        accelerator.load_state(tmp_path / "state")

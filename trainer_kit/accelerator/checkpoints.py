@@ -127,10 +127,10 @@ class Checkpoints:
     def _optimizers(self) -> list[Optimizer]:
         return [one.optimizer for one in self._prepared.optimizers]
 
-    def _collect(self, weights: list[dict[str, Any]], version: str) -> dict[str, Any]:
+    def _collect(self, weights: Mapping[int, Mapping[str, Any]], version: str) -> dict[str, Any]:
         """Collect a state; collective call. The result is equal on all processes, except for each process's buffers."""
         names = self._names()
-        state: dict[str, Any] = {_part(i): part for i, part in enumerate(weights)}
+        state: dict[str, Any] = {_part(i): dict(part) for i, part in weights.items()}
         state["optimizers"] = [optimizer_state(self._strategy, one, names) for one in self._optimizers]
         state["precision"] = self._precision.state_dict()
         state["window"] = self._accumulation.state_dict()
@@ -152,9 +152,13 @@ class Checkpoints:
         if buffers is not None and any(any(theirs) for theirs in buffers):  # None on all but the writing process
             state["buffers"] = buffers
         advances = [one.times for one in self._prepared.schedulers]
-        step, iteration = self._accumulation.step, self._project.iteration
-        state["progress"] = {"step": step, "iteration": iteration, "scheduler_steps": advances}
-        state["progress"]["version"] = versions[0]  # the main process has the loggers
+        state["progress"] = {
+            "step": self._accumulation.step,
+            "iteration": self._project.iteration,
+            "scheduler_steps": advances,
+            "models": len(self._prepared.models),
+            "version": versions[0],  # the main process has the loggers
+        }
         return state
 
     def _names(self) -> dict[int, str]:
@@ -200,13 +204,15 @@ class Checkpoints:
         weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
         work = Path(on_rank_zero(self._world, lambda: str(_stage(target))))
 
+        left = list(weights)
+
         def call_hooks() -> None:
             for hook in list(self._before_save.values()):
-                hook(self._prepared.models, weights, str(work))
+                hook(list(self._prepared.models), left, str(work))
 
         try:
             on_every_rank(self._world, call_hooks)
-            self._write(target, self._collect(weights, version), work)
+            self._write(target, self._collect(_weights_by_model(weights, left), version), work)
         except BaseException:
             if self._processes.is_main_process:
                 shutil.rmtree(work, ignore_errors=True)
@@ -280,12 +286,14 @@ class Checkpoints:
             self._refuse_others(path, state)
 
         def loaded(model: nn.Module) -> bool:
-            return any(model is left for left in models)
+            return any(unwrap(model) is unwrap(left) for left in models)
 
         def load_models() -> None:
             for i, model in enumerate(self._prepared.models):
                 if not loaded(model):
                     continue
+                if _part(i) not in state:
+                    raise _no_weights(path, i, unwrap(model))
                 if "assign" in load_options and not (self._strategy.sharded or self._strategy.owns_step):
                     unwrap(model).load_state_dict(state[_part(i)], **load_options)
                 else:
@@ -354,6 +362,8 @@ class Checkpoints:
             "objects": self.objects,
         }
         models = sum(name == "model" or name.startswith("model_") for name in state)
+        if "models" in state["progress"]:  # a hook may have taken out weights
+            models = state["progress"]["models"]
         counts = {"models": (models, len(self._prepared.models) if models else 0)}
         counts.update({kind: (len(state.get(kind, ())), len(now)) for kind, now in kinds.items()})
         wrong = [f"{kind}: {then} saved, {now} prepared" for kind, (then, now) in counts.items() if then != now]
@@ -529,6 +539,36 @@ def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) 
         os.replace(part, target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def _weights_by_model(weights: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+    """Return the weights that hooks have left, by the index of their model.
+
+    Args:
+        weights: those of each model.
+        left: the list from which hooks have taken some, or in which they have replaced some.
+    """
+    if len(left) == len(weights):
+        return dict(enumerate(left))
+    indices = {id(part): index for index, part in enumerate(weights)}
+    unknown = [part for part in left if id(part) not in indices]
+    if unknown:
+        raise ConfigurationError(
+            "a hook of save_state replaced weights and took out others, so it is unknown which models they belong to",
+            found=f"{len(left)} of {len(weights)} left, {len(unknown)} of them replaced",
+            fix="change weights in place, or take out all and write them in the hook",
+        )
+    return {indices[id(part)]: part for part in left}
+
+
+def _no_weights(path: Path, index: int, model: nn.Module) -> CheckpointError:
+    return CheckpointError(
+        path,
+        None,
+        f"it has no weights of model {index} ({type(model).__name__}): a hook took them out of the state",
+        fix="load them in a hook of register_load_state_pre_hook, and take the model out there: models.remove(model)."
+        " A hook that saves one of several models takes out its own weights: weights.pop(models.index(model))",
+    )
 
 
 def _part(index: int) -> str:

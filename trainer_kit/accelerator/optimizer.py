@@ -48,6 +48,10 @@ class AcceleratedOptimizer(OptimizerProxy):
         self._skipped = False
         self._emptied = 0  # the micro-batch of the last `zero_grad` before a backward
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The strategy's step is bound to this optimizer: a copy steps its own.
+        return {**super().__getstate__(), "_own_step": None, "_before_first_step": None}
+
     def rebind(self, step: Callable[..., Any] | None) -> None:
         """Replace the strategy's step."""
         self._own_step = step

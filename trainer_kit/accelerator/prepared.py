@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, final
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -162,7 +162,7 @@ class Prepared:
         compiles = plugin.backend.lower() != "no"
         places = self._places(device_placement)
         if self.checks.active and not evaluation_mode and not compiles:  # a hook would break the compiled graph
-            self.checks.model(model)
+            self.checks.expect_call(model)
         self._precision.convert_module(model)
         apply_precision(model, self._precision)
         if compiles and plugin.use_regional_compilation:  # before it is sharded
@@ -323,7 +323,7 @@ class Prepared:
             harm = f"{steps} micro-batches make a step"
         elif self._precision.scales:
             harm = "gradients are scaled for float16"
-        self.checks.backward(harm, bool(self.loaders), steps)
+        self.checks.backward(loss, harm, bool(self.loaders), steps)
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Unscale complete gradients, and correct them for the weights of their accumulation window.
@@ -420,7 +420,8 @@ def _no_parameters(given: Any) -> ConfigurationError:
     )
 
 
-_LOOKS: Final = 3  # steps, and forwards without gradients, that are checked
+_LOOKS: Final = 3  # steps that are checked
+_CALLS: Final = 10_000  # calls of any modules for which the first call of a prepared model is awaited
 _OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
 _LATE: Final[list[RemovableHandle]] = []
 """Hooks of deleted objects, still to be removed."""
@@ -452,32 +453,51 @@ class _LoopChecks:
         self._prepared: set[int] = set()  # ids of parameters in prepared optimizers that have stepped
         self._steps: weakref.finalize[..., _LoopChecks] | None = None  # removes the global hook on optimizer steps
         self._looks = 0
-        self._sample: float | None = None
+        self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # prepared models before their first call
+        self._calls: weakref.finalize[..., _LoopChecks] | None = None  # removes the global hook on calls of modules
+        self._calls_left = _CALLS
 
-    def model(self, model: nn.Module) -> None:
-        """Check the arguments of the model's first call, and of its first call in training."""
-        hook = _ForwardHook(self)
-        hook.handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    def expect_call(self, model: nn.Module) -> None:
+        """Check the arguments of the model's first call.
+
+        The hook is torch's global one, and not the model's: a model can be copied, saved and exported at any time.
+        """
+        self._uncalled.add(model)
+        if self._calls is not None:
+            return
+        checks = weakref.ref(self)
+
+        def look(called: nn.Module, arguments: Any) -> None:
+            expecting = checks()
+            if expecting is not None and expecting._uncalled:
+                expecting.check_call(called, arguments)
+
+        self._calls = weakref.finalize(self, _remove, register_module_forward_pre_hook(look))
+
+    def check_call(self, called: nn.Module, arguments: tuple[Any, ...]) -> None:
+        """Check the first call of a prepared model; stop if all of them were called, or one is not for long."""
+        self._calls_left -= 1
+        if called in self._uncalled:
+            self._uncalled.discard(called)
+            self._compare_devices(called, arguments)
+        if not self._uncalled or self._calls_left == 0:
+            self._end_calls()
+
+    def _end_calls(self) -> None:
+        self._uncalled.clear()
+        registered = None if self._calls is None else self._calls.detach()
+        self._calls = None
+        self._calls_left = _CALLS
+        if registered is not None:
+            registered[2][0].remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_steps": None, "active": False}  # the hook belongs to this process
+        # The hooks belong to this process.
+        return {**vars(self), "_steps": None, "_calls": None, "_uncalled": None, "active": False}
 
-    def forward(self, called: nn.Module, given: Any, more: bool) -> bool:
-        """Check a call of a prepared model.
-
-        Args:
-            called: the model.
-            given: its arguments.
-            more: whether another call may be checked after a call without gradients.
-
-        Returns:
-            Whether to check the next call too.
-        """
-        self._compare_devices(called, given)
-        trains = torch.is_grad_enabled()
-        if trains and self._data.size > 1 and self._sample is None:
-            self._sample = _fingerprint(given)
-        return not trains and self._data.size > 1 and more
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._uncalled = weakref.WeakSet()
 
     @staticmethod
     def _compare_devices(model: nn.Module, given: Any) -> None:
@@ -492,18 +512,19 @@ class _LoopChecks:
                 fix="prepare the loader, or move the batch: batch.to(accelerator.device)",
             )
 
-    def backward(self, harm: str | None, any_loader: bool, steps: int) -> None:
+    def backward(self, loss: Tensor, harm: str | None, any_loader: bool, steps: int) -> None:
         """Check the loop at the start of a backward.
 
         Args:
+            loss: the loss; equal losses on all processes come from equal batches.
             harm: the reason why an unprepared optimizer must not step, or None.
             any_loader: whether a loader was prepared.
             steps: the number of micro-batches in a window.
         """
         if harm is not None and self._steps is None:
             self._look_at_steps(harm)
-        if self._looks == 0 and self._data.size > 1 and not any_loader and self._sample is not None:
-            rows = self._data.agree([self._sample])
+        if self._looks == 0 and self._data.size > 1 and not any_loader:
+            rows = self._data.agree([float(loss.detach().double().sum())])  # sync point: before the first step, once
             if all(row == rows[0] for row in rows):
                 self._say(
                     "every process trains on the same batch: prepare the loader too, "
@@ -513,6 +534,7 @@ class _LoopChecks:
         if self._looks >= _LOOKS * steps:
             self.active = False
             self._end_look()
+            self._end_calls()
 
     def _look_at_steps(self, harm: str) -> None:
         """Raise an error before an unprepared optimizer steps a prepared model.
@@ -596,22 +618,6 @@ class _LoopChecks:
             )
 
 
-@final
-class _ForwardHook:
-    """The hook of a model until its first forward in training; a class, because closures cannot be pickled."""
-
-    handle: RemovableHandle
-
-    def __init__(self, checks: _LoopChecks) -> None:
-        self.checks = checks
-        self.left = _LOOKS
-
-    def __call__(self, called: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if not self.checks.forward(called, (arguments, options), self.left > 0):
-            self.handle.remove()
-        self.left -= 1
-
-
 def _remove(handle: RemovableHandle) -> None:
     """Remove a hook, unless torch is iterating over the hooks: the garbage collector may call this at any time."""
     frame = sys._getframe()
@@ -621,8 +627,3 @@ def _remove(handle: RemovableHandle) -> None:
             _LATE.append(handle)
             return
     handle.remove()
-
-
-def _fingerprint(data: Any) -> float | None:
-    numbers = [tensor.detach().double().sum() for tensor in tensors_of(data) if tensor.ndim and not tensor.is_complex()]
-    return float(torch.stack(numbers).sum()) if numbers else None  # sync point: before the first step, once

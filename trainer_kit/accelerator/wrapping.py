@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, final
@@ -14,6 +15,7 @@ from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.tensors import map_tensors, to_float32
 from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP
 from trainer_kit.strategies.strategy import EngineModule
 
 __all__ = [
@@ -36,6 +38,14 @@ class _Forward:
     def __init__(self, forward: Callable[..., Any], precision: Precision) -> None:
         self.forward = forward
         self.precision = precision
+
+    @property
+    def __code__(self) -> Any:
+        """Read by torch.export."""
+        return self.forward.__code__
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(copy.deepcopy(self.forward, memo), self.precision)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         context = self.precision.forward_context()
@@ -109,6 +119,8 @@ def with_exchange(model: nn.Module) -> Iterator[None]:
         return
     before = model.require_backward_grad_sync, model.require_forward_param_sync
     model.require_backward_grad_sync = model.require_forward_param_sync = True
+    if isinstance(model, AdaptiveDDP):
+        model.follow_trained()
     model.reducer.prepare_for_backward([])
     try:
         yield

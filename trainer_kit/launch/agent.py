@@ -27,7 +27,15 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 
 from trainer_kit.core.environment import START_DIRECTORY, Environment, usable_cores
 from trainer_kit.core.errors import LaunchError
-from trainer_kit.launch.failure import RankFailure, describe, read_reports, root_first
+from trainer_kit.launch.failure import (
+    AGENT_DIRECTORY,
+    RankFailure,
+    describe,
+    note_end,
+    read_reports,
+    root_first,
+    with_early_ends,
+)
 from trainer_kit.launch.machines import Machines, PeerFailed, interface_of
 from trainer_kit.launch.program import rerun_command
 
@@ -222,7 +230,7 @@ class _Attempt:
     def run(self, output: Output) -> tuple[int, str]:
         """Run the attempt; return its exit status and the message for the user."""
         _silence_torch()
-        with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(prefix=AGENT_DIRECTORY, ignore_cleanup_errors=True) as name:
             reports = Path(name)
             agent = self._agent(output.files(name), output.role)
             monitor = _ProcessMonitor(agent, self.nproc, reports, self.peer_grace, self.signal_grace)
@@ -305,7 +313,7 @@ class _Attempt:
             else:
                 host = socket.gethostname()
                 found.append(RankFailure(rank, code, death, host=host, pid=failure.pid, stopped=stopped))
-        return found
+        return with_early_ends(found, monitor.ends.values())
 
 
 def _silence_torch() -> None:
@@ -369,6 +377,7 @@ class _ProcessMonitor(threading.Thread):
         self.killed: set[int] = set()
         self.stop_signal: int | None = None
         self.forwarded: set[int] = set()
+        self.ends: dict[int, RankFailure] = {}  # of ranks that ended with exit code 0
         self._agent, self._nproc, self._reports = agent, nproc, reports
         self._peer_grace, self._signal_grace = peer_grace, signal_grace
         self._deadline: float | None = None
@@ -394,6 +403,8 @@ class _ProcessMonitor(threading.Thread):
                         self.deaths[rank] = time.time_ns()
                         if code != 0:
                             self._set_deadline(self._peer_grace)
+                        else:
+                            self._note_early_end(rank, pid)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + 1.0
                     if any(self._reports.rglob("error.json")):  # a rank may hang after it has reported its exception
@@ -403,6 +414,11 @@ class _ProcessMonitor(threading.Thread):
         finally:
             for handle in self._handles.values():
                 os.close(handle)
+
+    def _note_early_end(self, rank: int, pid: int) -> None:
+        self.ends[rank] = RankFailure(rank, 0, self.deaths[rank], host=socket.gethostname(), pid=pid)
+        if self._living():
+            note_end(self._reports, self.ends[rank])
 
     def _wait(self) -> None:
         """Return when a rank ends, or after one period."""

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import textwrap
+import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, final
 
 from trainer_kit.core.display import mask_secrets
 
-__all__ = ["RankFailure", "describe", "read_reports", "root_first"]
+__all__ = [
+    "AGENT_DIRECTORY",
+    "RankFailure",
+    "describe",
+    "find_cause",
+    "note_end",
+    "read_reports",
+    "root_first",
+    "with_early_ends",
+]
 
 _COMMUNICATION: Final = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|remote process (has )?(exited|terminated)"
@@ -26,6 +38,11 @@ _COMMUNICATION: Final = re.compile(
 
 _REPORTED: Final = ("rank", "exit_code", "time_ns", "type", "text", "py_callstack", "host", "pid", "where")
 """What a rank reports (see `trainer_kit.launch.bootstrap`), in the order of the fields of `RankFailure`."""
+AGENT_DIRECTORY: Final = "trainer_kit-"
+"""How the name of the directory begins in which the ranks of a launch report."""
+_ENDED: Final = "ended-"
+_CAUSE_TIME: Final = 2.0
+"""The most seconds that a rank waits to learn why its connection broke."""
 _GRACEFUL: Final = (signal.SIGTERM, signal.SIGINT)
 """On these signals a rank tears down and exits with 128 + n."""
 
@@ -74,6 +91,8 @@ class RankFailure:
         if self.type and self.type != "SystemExit":
             text = self.message.strip().split("\n", 1)[0]
             return f"{self.type}: {text}" if text else self.type
+        if self.exit_code == 0:
+            return "with exit code 0, while other ranks train"
         if self.exit_code is not None and self.exit_code - 128 in _GRACEFUL:  # after its own teardown
             return f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
         if self.exit_code is not None and self.exit_code < 0:
@@ -111,6 +130,67 @@ def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
     return sorted(failures, key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank))
 
 
+def with_early_ends(failures: Sequence[RankFailure], ends: Iterable[RankFailure]) -> list[RankFailure]:
+    """Add the rank that left first, if every failure is only that a connection broke.
+
+    Args:
+        failures: of ranks that failed or were stopped.
+        ends: of ranks that ended with exit code 0.
+    """
+    lost = [failure for failure in failures if failure.followed]
+    early = min(ends, key=lambda end: (end.time_ns, end.rank), default=None)
+    if early is None or not lost or any(not (failure.followed or failure.stopped) for failure in failures):
+        return list(failures)
+    first = min(lost, key=lambda failure: failure.time_ns)
+    return [replace(early, where=early.where or first.where), *failures]
+
+
+def note_end(directory: Path, end: RankFailure) -> None:
+    """Record for the other ranks of this machine that a rank has ended with exit code 0; they may lose it."""
+    path = directory / f"{_ENDED}{end.rank}"
+    with suppress(OSError):
+        path.write_text(json.dumps({"time_ns": end.time_ns, "host": end.host, "pid": end.pid}), encoding="utf-8")
+
+
+def _read_ends(directory: Path) -> list[RankFailure]:
+    ends = []
+    for path in directory.glob(f"{_ENDED}*"):
+        try:
+            fields = json.loads(path.read_text(encoding="utf-8"))
+            rank = int(path.name.removeprefix(_ENDED))
+            ends.append(RankFailure(rank, 0, fields["time_ns"], host=fields["host"], pid=fields["pid"]))
+        except (OSError, ValueError, KeyError):
+            continue  # it is being written
+    return ends
+
+
+def find_cause(error: BaseException, error_type: str, where: str) -> RankFailure | None:
+    """Return the failure of another rank of this machine, if ``error`` is only that the connection to it broke.
+
+    Waits up to two seconds for it: the other rank or its agent may still be writing.
+
+    Args:
+        error: what ends this rank.
+        error_type: its qualified class.
+        where: the position of this rank in the run.
+    """
+    rank = int(os.environ.get("RANK", "0"))
+    lost = RankFailure(rank, 1, time.time_ns(), error_type, str(error), where=where)
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report is None or not lost.followed:
+        return None
+    attempt = Path(report).parent.parent  # one directory for each rank of this machine
+    agent = next((parent for parent in attempt.parents if parent.name.startswith(AGENT_DIRECTORY)), attempt)
+    deadline = time.monotonic() + _CAUSE_TIME
+    while time.monotonic() < deadline:
+        reports = [failure for failure in read_reports(attempt).values() if failure.rank != rank]
+        first = root_first(with_early_ends([*reports, lost], _read_ends(agent)))[0]
+        if not first.followed:
+            return first
+        time.sleep(0.05)
+    return None
+
+
 def describe(failures: Sequence[RankFailure], world_size: int) -> str:
     """The headline, its traceback, and one line for the other ranks that ended.
 
@@ -121,7 +201,8 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
     root, *others = root_first(failures)
     at = f" at {root.where}" if root.where else ""
     host = f"{root.host}, " if root.host else ""
-    lines = [f"rank {root.rank} of {world_size} failed{at} ({host}pid {root.pid}): {root.cause}"]
+    verb = "ended" if root.exit_code == 0 else "failed"
+    lines = [f"rank {root.rank} of {world_size} {verb}{at} ({host}pid {root.pid}): {root.cause}"]
     if root.traceback and root.type != "SystemExit":
         lines.append(textwrap.indent(root.traceback.rstrip(), "  "))
     groups: dict[str, list[int]] = {}

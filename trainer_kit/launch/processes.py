@@ -23,7 +23,7 @@ import torch.distributed as dist
 from trainer_kit.core.environment import Environment, usable_cores
 from trainer_kit.core.errors import LaunchError, RankError, add_note
 from trainer_kit.launch.bootstrap import die_with_parent, qualified_name
-from trainer_kit.launch.failure import RankFailure, describe, root_first
+from trainer_kit.launch.failure import RankFailure, describe, root_first, with_early_ends
 
 __all__ = ["Ranks", "local_environment", "no_garbage_in_forks", "run_beside", "run_forked"]
 
@@ -254,6 +254,7 @@ class Ranks:
     ) -> None:
         self.nproc, self.peer_grace = nproc, peer_grace
         self._results: dict[int, Any] = {}
+        self._ends: dict[int, RankFailure] = {}  # of ranks that returned
         self._errors: dict[int, BaseException | None] = {}
         self._failures: dict[int, RankFailure] = {}
         self._readers: list[Connection[Any, Any]] = []
@@ -285,7 +286,7 @@ class Ranks:
     @property
     def failures(self) -> list[RankFailure]:
         """How each rank that failed has ended, the cause first."""
-        return root_first(self._failures.values())
+        return root_first(with_early_ends(list(self._failures.values()), self._ends.values()))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until all ranks are done, or one has failed and the others have ended or were killed.
@@ -324,6 +325,7 @@ class Ranks:
                 continue
             if "result" in message:
                 self._results[rank] = pickle.loads(message["result"])
+                self._ends[rank] = RankFailure(rank, 0, time.time_ns(), pid=self._processes[rank].pid)
             else:
                 self._errors[rank] = pickle.loads(message["error"]) if message["error"] else None
                 self._failures[rank] = message["failure"]

@@ -92,6 +92,7 @@ class CSVLogger(DirectoryLogger):
             )
         if not values:
             return
+        self._opened = True
         self._step = self._following() if step is None else int(step)
         self._waiting.setdefault(self._step, {}).update(values)
         if max(self._waiting) - min(self._waiting) + 1 >= self._flush_every:

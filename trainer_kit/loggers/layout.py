@@ -224,6 +224,7 @@ class DirectoryLogger(ABC):
                 fix="give a local path, and copy the files afterwards",
             )
         self._name, self._version, self._given = name or "", version, version is not None
+        self._opened = False  # whether there are files or buffered values of this version
         self._sub_dir = "" if sub_dir is None else os.fspath(sub_dir)
         self.hparams: dict[str, Any] = {}
         self.lock = Lock()
@@ -280,7 +281,9 @@ class DirectoryLogger(ABC):
                 found=f"version {version!r} in run.json or in the checkpoint",
                 fix=f"pass version= to {type(self).__name__} to log there deliberately",
             )
-        self.finalize("interrupted")
+        if self._opened:  # on other ranks than 0, which write nothing, there is nothing to close
+            self._opened = False
+            self.finalize("interrupted")
         self._version = version
 
     @abstractmethod
@@ -294,6 +297,7 @@ class DirectoryLogger(ABC):
     def _directory(self) -> Path:
         path = Path(self.log_dir)
         path.mkdir(parents=True, exist_ok=True)
+        self._opened = True
         return path
 
     def _keep_hparams(self, params: Any) -> dict[str, Any]:

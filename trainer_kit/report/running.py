@@ -14,6 +14,8 @@ from typing import Any, Final, final
 
 from trainer_kit.checkpoint.read import read_info, step_of
 from trainer_kit.core.location import is_url
+from trainer_kit.launch.bootstrap import qualified_name
+from trainer_kit.launch.failure import describe, find_cause
 from trainer_kit.launch.program import arguments, script
 from trainer_kit.report.collect import JOURNAL, RunDirectory
 from trainer_kit.report.environment import describe_environment
@@ -109,7 +111,7 @@ class RunReport:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-        self._close(self._run, status, None if error is None else _described(error), seconds)
+        self._close(self._run, status, None if error is None else self._describe(error), seconds)
         if self._problem:
             self._say(f"{self.directory / REPORT} could not be written: {self._problem}")
 
@@ -132,6 +134,16 @@ class RunReport:
             write_report(run.directory / REPORT, [run])
         except Exception as problem:
             self._failed(problem)
+
+    def _describe(self, error: BaseException) -> dict[str, str]:
+        """Describe what ended the run: the failure of another rank, if this one only lost its connection to it."""
+        described = _described(error)
+        cause = find_cause(error, qualified_name(error), f"step {self._step()}")
+        if cause is None:
+            return described
+        headline, *_ = describe([cause], int(os.environ.get("WORLD_SIZE", "1"))).splitlines()
+        text = f"{cause.traceback or headline}\n\nafter it, on this rank:\n{described['text']}"
+        return {"headline": headline, "text": text[-_LONGEST:]}
 
     def _append(self, kind: str, step: int | None = None, **facts: Any) -> None:
         append_event(self.directory, kind, self._step() if step is None else step, **facts)

@@ -7,31 +7,36 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, Final, Literal, final
+from typing import Any, Final, Literal, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.arguments import check_timeout
 from trainer_kit.core.costs import Costs, held
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.precision.precision import Precision
+from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP, LoopDDP
 from trainer_kit.strategies.local_sgd import PostLocalSGD, Replicas, fill_absent
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
     average_gradients,
+    average_in_backward,
     borrowed_buffers,
     broadcast_buffers,
     join_world,
 )
-from trainer_kit.strategies.state import States, optimizer_state
+from trainer_kit.strategies.state import States, optimizer_state, refuse_unprepared
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["DDPStrategy", "check_comm_hook", "register_comm_hook"]
+
+_Wrapper = TypeVar("_Wrapper", bound=AdaptiveDDP)
 
 
 @final
@@ -109,9 +114,11 @@ class DDPStrategy(Strategy):
             )
         self.process_group, self.spans_world = process_group, process_group is None
         self._step = _Step(nn.Module())
-        self._ddp: DistributedDataParallel | None = None
-        self._frozen: list[nn.Parameter] = []  # which the wrapper therefore does not know
+        self._ddp: AdaptiveDDP | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._modules: list[nn.Module] = []  # of a custom loop
         self._learns_graph = False
+        self._trains = True  # whether any parameter is trained in this window
         self._backward: Literal["one", "several", "manual"] = "one"
 
     @property
@@ -147,7 +154,11 @@ class DDPStrategy(Strategy):
     def stop(self) -> None:
         """Release the wrapper and its hooks on the parameters; the process group stays until the process ends."""
         self._ddp = None
-        self._step, self._frozen = _Step(nn.Module()), []
+        self._step = _Step(nn.Module())
+        self._modules.clear()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
         """Move the module to the device, and broadcast rank 0's weights."""
@@ -165,8 +176,7 @@ class DDPStrategy(Strategy):
                 fix="use automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
             )
         self._backward = "manual" if manual else "one"
-        self._frozen = [p for p in module.parameters() if not p.requires_grad]
-        if not any(p.requires_grad for p in module.parameters()):
+        if not any(p.is_floating_point() for p in module.parameters()):
             self.place_module(module, precision)
             return
         module.to(self.device)
@@ -175,9 +185,8 @@ class DDPStrategy(Strategy):
         partial = partial or (manual and not self.wrapper_options["static_graph"])
         self._step = _Step(module, partial)
         self._learns_graph = bool(self.wrapper_options["static_graph"])
-        self._ddp = self._wrap(self._step, partial)
-        # The sum over three or more ranks depends on the position of a gradient in its bucket.
-        if self.world.size > 2 and not partial and not self._learns_graph and self.comm_hook in (None, "fp16", "bf16"):
+        self._ddp = self._wrap(AdaptiveDDP, self._step, partial)
+        if self._ddp.follow_trained():
             self._lay_out(module)
 
     def _lay_out(self, module: nn.Module) -> None:
@@ -186,29 +195,41 @@ class DDPStrategy(Strategy):
         DDP rebuilds them once, after its first backward. Without this, the first step after a resume would add
         gradients in another order than the same step of an uninterrupted run.
         """
+        # The sum over three or more ranks depends on the position of a gradient in its bucket.
+        partial = self.wrapper_options["find_unused_parameters"] or self._backward == "manual"
+        if self.world.size < 3 or partial or self._learns_graph or self.comm_hook not in (None, "fp16", "bf16"):
+            return
         assert self._ddp is not None
+        gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
         with self._step.adding_nothing():
             self._ddp().backward()
-        for parameter in module.parameters():
-            parameter.grad = None
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
-        """Move the module, and wrap it if it has trained parameters; broadcast rank 0's weights."""
+        """Move the module, and wrap it if it has trained parameters; broadcast rank 0's weights.
+
+        A frozen module stays callable under its own names; each backward averages its gradients if it is trained later.
+        """
         if self.local_sgd is not None:
             raise StrategyError(
                 "the local SGD of a strategy is not available in a raw loop",
                 fix="use with LocalSGD(accelerator, model, 8):",
             )
+        self._modules.append(module)
         if not any(p.requires_grad for p in module.parameters()):
             self.place_module(module, precision)
+            self._hooks += average_in_backward(module.parameters(), self.world)
             return module
-        return self._wrap(module.to(self.device), bool(self.wrapper_options["find_unused_parameters"]))
+        return self._wrap(LoopDDP, module.to(self.device), bool(self.wrapper_options["find_unused_parameters"]))
 
-    def _wrap(self, module: nn.Module, partial: bool) -> DistributedDataParallel:
+    def _wrap(self, wrapper: type[_Wrapper], module: nn.Module, partial: bool) -> _Wrapper:
         options = {**self.wrapper_options, "find_unused_parameters": partial}
         if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
-        wrapped = DistributedDataParallel(module, process_group=self.world.group, **options)
+        wrapped = wrapper(module, process_group=self.world.group, **options)
         if self.comm_hook is not None:
             register_comm_hook(wrapped, self.comm_hook, self.comm_state, self.comm_wrapper)
         return wrapped
@@ -226,25 +247,19 @@ class DDPStrategy(Strategy):
         self._step.redirect(method)
         return self._ddp
 
-    def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
-        """The user's backward, or autograd's; in manual optimization each call synchronises gradients."""
-        if backward is None or self._backward != "manual" or not self._frozen:
-            return backward
-
-        def run(*arguments: Any, **options: Any) -> None:
-            backward(*arguments, **options)
-            self._average_thawed()
-
-        return run
-
-    def _average_thawed(self) -> None:
-        thawed = [p for p in self._frozen if p.requires_grad]
-        if thawed:
-            average_gradients(thawed, self.world)
-
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """The optimizer's own step."""
-        return self._replicas.stepping(optimizer)
+        """The optimizer's own step, of parameters whose gradients are averaged."""
+        if self.local_sgd is not None:
+            return self._replicas.stepping(optimizer)
+
+        def step(*arguments: Any, **options: Any) -> Any:
+            return optimizer.step(*arguments, **options)  # other code may wrap it later
+
+        return refuse_unprepared(optimizer, step, self._prepared_parameters, "DDP")
+
+    def _prepared_parameters(self) -> list[nn.Parameter]:
+        modules = [self._step.module, *self._modules]
+        return [parameter for module in modules for parameter in module.parameters()]
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the last backward synchronises gradients."""
@@ -256,14 +271,16 @@ class DDPStrategy(Strategy):
                 self._ddp.require_forward_param_sync = False
         for index in range(micro.count):
             micro.begin(index)
+            if self._ddp is not None:
+                self._follow_trained(self._ddp)
             if self._backward == "one" and self._ddp is not None:
                 # DDP learns a static graph in the first window, from synchronised backwards; extra ones change no sum.
-                if index == last or self._learns_graph:
+                if self._trains and (index == last or self._learns_graph):
                     self._with_exchange(micro, index)
                 else:
                     with self._ddp.no_sync():
                         _without_exchange(micro, index)
-                        if micro.batch is None:
+                        if micro.batch is None and self._trains:
                             # The wrapper's forward may broadcast buffers or rebuild buckets: no rank may skip it,
                             # for hooks exchange values between two micro-batches.
                             with self._step.adding_nothing():
@@ -272,14 +289,22 @@ class DDPStrategy(Strategy):
                 _without_exchange(micro, index)
                 if index == last and self._backward == "several":
                     average_gradients(self._step.parameters(), self.world)
-            if index == last and self._frozen and self._backward != "manual":
-                self._average_thawed()
             micro.end(index)
         if local and not micro.contributed:
             fill_absent(self._step.reached or self._step.parameters())
         if self._learns_graph:
             self._learns_graph = False
             self._step.reached = [p for p in self._step.parameters() if p.grad is not None]
+
+    def _follow_trained(self, ddp: AdaptiveDDP) -> None:
+        """Prepare the wrapper for parameters that were frozen, unfrozen or added since the last micro-batch."""
+        if self._backward == "several" or self.local_sgd is not None:
+            return
+        reducer = ddp.reducer
+        self._trains = ddp.follow_trained()
+        if ddp.reducer is not reducer:
+            self._learns_graph = bool(self.wrapper_options["static_graph"])
+            self._lay_out(self._step.module)
 
     def without_exchange(self) -> Callable[[], AbstractContextManager[Any]] | None:
         """The wrapper's ``no_sync``; None if a hook, a static graph or local SGD controls the synchronisation."""
@@ -326,6 +351,7 @@ class DDPStrategy(Strategy):
         """In manual optimization: make the next backward, of ``loss``, synchronise gradients."""
         if self._ddp is not None:
             self._ddp.require_backward_grad_sync = True
+            self._ddp.follow_trained()
             self._ddp.reducer.prepare_for_backward([loss])
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:

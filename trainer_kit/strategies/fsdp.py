@@ -34,6 +34,7 @@ from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_sharded_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
+    average_in_backward,
     borrowed_buffers,
     inherit_timeout,
     join_world,
@@ -43,6 +44,7 @@ from trainer_kit.strategies.rank_sync import InitialWeights, built_once
 from trainer_kit.strategies.state import (
     Moved,
     parameters_of,
+    refuse_unprepared,
     step_by_kind,
 )
 from trainer_kit.strategies.strategy import Strategy
@@ -229,15 +231,8 @@ class FSDPStrategy(Strategy):
         self._units += [unit for root in roots for unit in sharded_units(root)]
         self._parameters += module.parameters()
         self._moved.note(before, module)
-        for parameter in module.parameters():
-            # Gradients of parameters that are not sharded are averaged after each backward. A frozen one may be trained
-            # later, and torch registers no hook while it is frozen.
-            if not hasattr(parameter, "placements") and parameter.is_floating_point():
-                frozen = not parameter.requires_grad
-                parameter.requires_grad_()
-                hook = parameter.register_post_accumulate_grad_hook(self._average)  # type: ignore[no-untyped-call]
-                parameter.requires_grad_(not frozen)
-                self._hooks.append(hook)
+        whole = (parameter for parameter in module.parameters() if not hasattr(parameter, "placements"))
+        self._hooks += average_in_backward(whole, self.world)
 
     def adopt(self, module: nn.Module, every_backward: bool = False) -> None:
         """Train a module that its own code has sharded; its units and their options stay as they are.
@@ -322,10 +317,6 @@ class FSDPStrategy(Strategy):
                 found.append(part)
         return found
 
-    def _average(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.world.all_reduce(parameter.grad, "mean")
-
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Replace the parameters that the optimizer had before sharding by their shards."""
         self._moved.follow(optimizer)
@@ -353,7 +344,10 @@ class FSDPStrategy(Strategy):
                 unit.reshard()
             return optimizer.step(*arguments, **options)
 
-        return step_by_kind(optimizer, step)
+        step_all = step_by_kind(optimizer, step)
+        if self.world.size == 1:
+            return step_all
+        return refuse_unprepared(optimizer, step_all, lambda: self._parameters, self.engine)
 
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the last backward reduces gradients."""

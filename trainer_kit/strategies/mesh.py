@@ -46,6 +46,7 @@ from trainer_kit.strategies.state import (
     Moved,
     load_module_parts,
     parameters_of,
+    refuse_unprepared,
     step_by_kind,
 )
 from trainer_kit.strategies.strategy import Strategy
@@ -144,6 +145,7 @@ class MeshStrategy(Strategy):
         self._transforms: tuple[Transform, ...] = ()
         self._modules: list[nn.Module] = []
         self._moved = Moved()
+        self._parameters: list[nn.Parameter] = []
         self._summed: list[nn.Parameter] = []
         self._first_window_done = False
         self._raw_loop = False
@@ -206,6 +208,7 @@ class MeshStrategy(Strategy):
             for transform in self._transforms:
                 transform.undo(module)
         self._modules = []
+        self._parameters = []
         self._summed = []
         self._raw_loop = False
 
@@ -276,6 +279,7 @@ class MeshStrategy(Strategy):
             self._shards.weights = weights
         along_data()
         self._modules = [module]
+        self._parameters = [*(self._parameters if self._raw_loop else []), *module.parameters()]
         self._first_window_done = False
         self._moved.note(before, module)
         if self.losses.size == 1:  # FSDP sums them itself
@@ -299,7 +303,8 @@ class MeshStrategy(Strategy):
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The step of the data axes; a multi-tensor optimizer is called once for each kind of parameter."""
-        return step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
+        step = step_by_kind(optimizer, self._data_axes.bind_step(optimizer))
+        return refuse_unprepared(optimizer, step, lambda: self._parameters, self.engine)
 
     # -- steps ---------------------------------------------------------------------------------------------------
 

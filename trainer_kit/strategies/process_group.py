@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
+from torch.utils.hooks import RemovableHandle
 
 from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
@@ -32,6 +33,7 @@ __all__ = [
     "ProcessGroup",
     "average",
     "average_gradients",
+    "average_in_backward",
     "borrowed_buffers",
     "broadcast_buffers",
     "inherit_timeout",
@@ -322,6 +324,29 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
                 parameter.grad = torch.zeros_like(parameter)
             gradients.append(parameter.grad)
     average(gradients, group)
+
+
+def average_in_backward(parameters: Iterable[nn.Parameter], group: Group) -> list[RemovableHandle]:
+    """Average each gradient over the ranks when a backward has added to it, also of parameters unfrozen later.
+
+    Returns:
+        The hooks.
+    """
+    handles = []
+    for parameter in parameters:
+        if not parameter.is_floating_point():
+            continue
+        frozen = not parameter.requires_grad
+        parameter.requires_grad_()  # torch registers no hook while it is frozen
+        average_one = partial(_average_gradient, group)
+        handles.append(parameter.register_post_accumulate_grad_hook(average_one))  # type: ignore[no-untyped-call]
+        parameter.requires_grad_(not frozen)
+    return handles
+
+
+def _average_gradient(group: Group, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    group.all_reduce(parameter.grad, "mean")
 
 
 def average(tensors: Iterable[Tensor], group: Group) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, final
 
@@ -27,6 +27,7 @@ __all__ = [
     "optimizer_state",
     "parameters_of",
     "part_of",
+    "refuse_unprepared",
     "refuse_whole",
     "step_by_kind",
     "unkept",
@@ -269,6 +270,46 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         return result
 
     return each
+
+
+def refuse_unprepared(
+    optimizer: Optimizer, step: Callable[..., Any], prepared: Callable[[], Iterable[nn.Parameter]], engine: str
+) -> Callable[..., Any]:
+    """Return the step, which first refuses trained parameters that the engine does not synchronize.
+
+    The parameters are compared in the first step, and again when their number has changed.
+
+    Args:
+        optimizer: groups may be added to it.
+        step: how it is stepped.
+        prepared: returns the parameters whose gradients the engine synchronizes.
+        engine: its name in the message.
+    """
+    checked = 0
+
+    def run(*arguments: Any, **options: Any) -> Any:
+        nonlocal checked
+        count = 0
+        for group in optimizer.param_groups:
+            count += len(group["params"])
+        if count != checked:
+            _compare(optimizer, set(prepared()), engine)
+            checked = count
+        return step(*arguments, **options)
+
+    return run
+
+
+def _compare(optimizer: Optimizer, prepared: set[nn.Parameter], engine: str) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    others = [p for p in parameters if p not in prepared and p.requires_grad]
+    if others:
+        raise StrategyError(
+            f"an optimizer steps parameters that were not prepared for {engine}: each rank would train its own",
+            found=f"{len(others)} of the {len(parameters)} parameters of {type(optimizer).__name__}, the first of"
+            f" shape {list(others[0].shape)}",
+            fix="create the layer before the model is prepared, as a part of it; or prepare the module that has it too",
+        )
 
 
 def _kinds(optimizer: Optimizer) -> dict[Any, set[nn.Parameter]]:

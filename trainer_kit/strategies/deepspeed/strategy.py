@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
+from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Final, final
 
 import torch
@@ -61,6 +63,8 @@ __all__ = ["DeepSpeedStrategy"]
 
 
 _OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
 
 @final
@@ -126,6 +130,7 @@ class DeepSpeedStrategy(Strategy):
         self._scaler = EngineScaler()
         self._optimizer: Optimizer | None = None
         self._groups: list[list[nn.Parameter]] = []
+        self._trained: list[bool] = []  # for each parameter in the groups
         self._pieces: dict[nn.Parameter, Piece] = {}
         self._clip = self._own_clip = 0.0
         self._unfinished = False  # whether there are gradients that have not been stepped
@@ -271,6 +276,7 @@ class DeepSpeedStrategy(Strategy):
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
             raise StrategyError("DeepSpeed replaces this optimizer by another one", found=type(optimizer).__name__)
         self._pieces = find_pieces(self._engine.optimizer)
+        self._trained = list(map(_REQUIRES_GRAD, chain.from_iterable(self._groups)))
         if optimizer.state:  # without ZeRO the engine tries a step, which counts and decays weights
             optimizer.state.clear()
             for parameter, piece in self._pieces.items():
@@ -287,6 +293,12 @@ class DeepSpeedStrategy(Strategy):
                 "DeepSpeed steps one optimizer", fix="use one optimizer, with a parameter group for each part"
             )
         own = set(self._step.parameters())
+        if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+            raise StrategyError(
+                "all parameters of this optimizer are frozen: DeepSpeed trains those that are trained when it begins",
+                found=type(optimizer).__name__,
+                fix="unfreeze parameters before the model and its optimizer are prepared",
+            )
         if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
             raise StrategyError(
                 "none of this optimizer's parameters belong to the model that DeepSpeed trains",
@@ -355,8 +367,26 @@ class DeepSpeedStrategy(Strategy):
         """The engine's step, which clips."""
         return self._take_step
 
+    def _check_trained(self) -> None:
+        """Refuse parameters that were frozen or unfrozen since the engine put the trained ones into flat masters."""
+        parameters = list(chain.from_iterable(self._groups))
+        trained = list(map(_REQUIRES_GRAD, parameters))
+        if trained == self._trained or not self._pieces:
+            return
+        names = {parameter: name for name, parameter in self._step.module.named_parameters()}
+        changed = next(p for p, now, then in zip(parameters, trained, self._trained, strict=True) if now != then)
+        action = "unfrozen" if changed.requires_grad else "frozen"
+        effect = "not train it" if changed.requires_grad else "still move it, by momentum and weight decay"
+        raise StrategyError(
+            f"a parameter was {action} after the optimizer was prepared: DeepSpeed would {effect}",
+            found=f"{names.get(changed, 'a parameter')} at stage {self.stage}",
+            fix="freeze and unfreeze before the optimizer is prepared, and train a layer later by a group of its own"
+            " whose lr is 0 until then; or use DDP or FSDP",
+        )
+
     def _take_step(self, closure: Any = None) -> Any:
         window = self._window
+        self._check_trained()
         self._scaler.skipped = False
         loss = closure() if closure is not None and window is not None else None
         if window is not None:

@@ -1,0 +1,141 @@
+"""torch's DistributedDataParallel for modules whose trained parameters change during training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any, Final, final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import _register_comm_hook
+from torch._compile import _disable_dynamo
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["AdaptiveDDP", "LoopDDP"]
+
+_REQUIRES_GRAD: Final = attrgetter("requires_grad")
+
+
+@final
+class _Registrations:
+    """Counts the parameters and layers that modules of this process receive."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._active = False
+
+    def watch(self) -> None:
+        """Count from now on."""
+        if not self._active:
+            self._active = True
+            register_module_parameter_registration_hook(self._add)
+            register_module_module_registration_hook(self._add)
+
+    def _add(self, *registration: Any) -> None:
+        self.count += 1
+
+
+_REGISTRATIONS: Final = _Registrations()
+
+
+class AdaptiveDDP(DistributedDataParallel):
+    """DistributedDataParallel that averages the gradients of the parameters that are trained now.
+
+    torch's class averages those that were trained when it was created: the gradient of a parameter that is unfrozen or
+    added later stays each rank's own, and a step waits for the gradient of one that is frozen later. This class can
+    compare ``requires_grad`` with what the reducer knows, and make a new one.
+
+    Args:
+        module: the module; all of its parameters may be frozen.
+        options: the arguments of torch's class.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any) -> None:
+        parameters = list(module.parameters())
+        with _one_trained(parameters):
+            super().__init__(module, **options)
+        _REGISTRATIONS.watch()
+        self._registrations = _REGISTRATIONS.count
+        self._reduced = list(map(_REQUIRES_GRAD, self._module_parameters))
+
+    def follow_trained(self) -> bool:
+        """Make a new reducer if other parameters are trained than it knows; every rank must call it.
+
+        Returns:
+            Whether any parameter is trained.
+        """
+        if self._registrations != _REGISTRATIONS.count:
+            self._find_added()
+        trained = list(map(_REQUIRES_GRAD, self._module_parameters))
+        if trained == self._reduced:
+            return True in trained
+        if True not in trained:
+            return False
+        unknown = any(now and not before for now, before in zip(trained, self._reduced, strict=True))
+        if unknown or not self.find_unused_parameters:  # otherwise the reducer skips those that are frozen now
+            self._make_reducer()
+            self._reduced = trained
+        return True
+
+    def _find_added(self) -> None:
+        """Give the parameters that the module received since the last call the values of rank 0."""
+        self._registrations = _REGISTRATIONS.count
+        before = dict(zip(self._module_parameters, self._reduced, strict=True))
+        ignored = self.parameters_to_ignore
+        self._module_parameters = [p for name, p in self.module.named_parameters() if name not in ignored]
+        self._reduced = [before.get(parameter, False) for parameter in self._module_parameters]
+        source = dist.get_global_rank(self.process_group, 0)
+        for parameter in self._module_parameters:
+            if parameter not in before:
+                dist.broadcast(parameter.detach(), source, group=self.process_group)
+
+    def _make_reducer(self) -> None:
+        """Replace torch's reducer, as torch does where it unpickles its class."""
+        wrapper: Any = self  # these methods have no types
+        parameters, sparse = wrapper._build_params_for_reducer()
+        names = wrapper._build_debug_param_to_name_mapping(parameters)
+        wrapper._ddp_init_helper(parameters, sparse, names, self.static_graph)
+        self._has_rebuilt_buckets = False
+        if self.static_graph:
+            self.static_graph = False  # torch warns where it is set twice
+            wrapper._set_static_graph()
+        for hook, state in self._comm_hooks:
+            _register_comm_hook(self.reducer, state, hook)
+
+
+@final
+class LoopDDP(AdaptiveDDP):
+    """An `AdaptiveDDP` that makes the comparison itself, in each forward that synchronizes: for custom loops."""
+
+    @_disable_dynamo(recursive=False)  # as in torch's forward: torch.compile takes the module inside
+    def forward(self, *inputs: Any, **options: Any) -> Any:
+        """Call the module, and prepare the synchronization of its gradients."""
+        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self.follow_trained():
+            with self.no_sync():
+                return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+        return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
+
+
+LoopDDP.__name__ = DistributedDataParallel.__name__  # what programs print and compare; pickle reads __qualname__
+
+
+@contextmanager
+def _one_trained(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """A context in which at least one parameter is trained, which torch's constructor requires: the smallest."""
+    candidates = [parameter for parameter in parameters if parameter.is_floating_point()]
+    if not candidates or any(parameter.requires_grad for parameter in parameters):
+        yield
+        return
+    smallest = min(candidates, key=torch.Tensor.numel)
+    smallest.requires_grad_(True)
+    try:
+        yield
+    finally:
+        smallest.requires_grad_(False)
