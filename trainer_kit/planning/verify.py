@@ -36,6 +36,7 @@ from trainer_kit.planning.verify_operations import first_other
 from trainer_kit.planning.verify_precision import excessive_rounding
 from trainer_kit.planning.verify_recorder import Record
 from trainer_kit.planning.verify_runs import Runs, locked_directory
+from trainer_kit.planning.verify_state import differing_state
 from trainer_kit.planning.verify_world import depends, named, same_samples, shares_of
 from trainer_kit.precision.aliases import make_precision
 from trainer_kit.precision.precision import Precision
@@ -608,15 +609,18 @@ class _Verifier:
             "validation": {"validates": True},
         }
         options = everything[kind]
-        where, what = _first_output(
-            self.runs.chosen(watched=watched), self.runs.chosen(watched=watched, **options), step
-        )
+        run, others = self.runs.chosen(watched=watched), self.runs.chosen(watched=watched, **options)
+        where, what = _first_output(run, others, step)
+        state = [] if kind == "repeat" else differing_state(run, others, step)
+        if state and not where:
+            where = state[0]
         hints = {
             "repeat": "a nondeterministic kernel (try deterministic=True), or random state that no seed sets",
             "resume": "state that no checkpoint holds: register it as a buffer, or save it in on_save_checkpoint",
             "validation": "validation changes state that training uses",
         }
-        return Finding(kind=kind, step=step, where=where, text=f"{texts[kind]}{what}", hint=hints[kind])
+        hint = f"{hints[kind]}; it differs in {named(state)}" if state else hints[kind]
+        return Finding(kind=kind, step=step, where=where, text=f"{texts[kind]}{what}", hint=hint)
 
 
 def _division(run: list[Record]) -> Division:

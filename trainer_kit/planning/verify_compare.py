@@ -417,6 +417,14 @@ def compare_samples(run: Sequence[Record], exact: Record) -> Finding | None:
             rows = range(len(mine)) if mine.ndim else ()
             row = next((i for i in rows if not same_bits(mine[i], other[i].to(mine.dtype))), 0)
             ids = micro.ids if micro.ids is not None and len(rows) == len(micro.ids) else None
+            if any(each.changed for each in (*record.micros.values(), *exact.micros.values())):
+                return Finding(
+                    kind="data",
+                    step=step,
+                    where=f"batch {index}" if ids is None else f"sample {ids[row]}",
+                    text="has other contents than in one process: training_step changes its batch in place",
+                    hint="change a copy: x = x + 1 or x.clone(), not x.add_(1); the data set holds the changed values",
+                )
             return Finding(
                 kind="data",
                 step=step,

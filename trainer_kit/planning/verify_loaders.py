@@ -16,7 +16,7 @@ from trainer_kit.planning.fake_world import fake_world
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.session import Session
 
-__all__ = ["Division", "Row", "divides_itself", "feeds_of", "place_loaders", "retarget_samplers", "rows_of"]
+__all__ = ["Division", "Place", "Row", "divides_itself", "feeds_of", "place_loaders", "retarget_samplers", "rows_of"]
 
 _LAUNCHER: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 Row = list[tuple[Any, int, list[int] | None]]

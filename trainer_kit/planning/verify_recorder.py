@@ -70,6 +70,15 @@ class Micro:
     watched: Watched | None = None
     operations: list[str] = field(default_factory=list)
     """Of the traced module."""
+    changed: bool = False
+    """Whether the step has changed its batch in place."""
+
+    def note_changes(self, batch: object) -> None:
+        """Compare the batch with what the step got."""
+        after = list(tensors_of(batch))
+        self.changed = len(after) == len(self.batch) and not all(
+            torch.equal(whole(value), before) for value, before in zip(after, self.batch, strict=True)
+        )
 
 
 @final
@@ -88,6 +97,7 @@ class Record:
         gradients: by step and parameter: complete, before clipping.
         weights: by step and name: complete, after the step; parameters and buffers.
         local: by step and name: parameters and buffers of which this rank has a whole copy; -1: before training.
+        attributes: by step and name: plain attributes of the module and its parts, as text.
         untrained: of the plain loop, by step: buffers and frozen parameters of each place; -1: before training.
         logged: by step and name.
         tied: names of one and the same parameter, before training.
@@ -114,6 +124,7 @@ class Record:
         self.gradients: dict[int, dict[str, Tensor]] = {}
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.local: dict[int, dict[str, Tensor]] = {}
+        self.attributes: dict[int, dict[str, str]] = {}
         self.untrained: dict[int, list[dict[str, Tensor]]] = {}
         self.logged: dict[int, dict[str, float]] = {}
         self.tied: list[tuple[str, ...]] = []
@@ -223,6 +234,7 @@ class Recorder(Callback):
         shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
         threads: whether ranks are threads; then no thread of its own writes the checkpoint, which has no rank.
         loaders: that the user has passed.
+        describe: returns the plain attributes of the module.
     """
 
     order = "early"
@@ -238,7 +250,9 @@ class Recorder(Callback):
         shares: Shares | None = None,
         threads: bool = False,
         loaders: Any = None,
+        describe: Callable[[nn.Module], dict[str, str]],
     ) -> None:
+        self._describe = describe
         self.record, self.threads, self.loaders = Record(), threads, loaders
         self.steps, self.reseeds, self.watched, self.traced = steps, reseeds, watched, traced
         self.saves, self.shares = saves, shares
@@ -302,6 +316,7 @@ class Recorder(Callback):
         """Record the losses."""
         if self._now is not None:
             self._now.loss = losses_of(outputs)
+            self._now.note_changes(batch)
         self._now = None
 
     def on_before_optimizer_step(self, trainer: Session, module: TrainModule, optimizer: Optimizer) -> None:
@@ -320,6 +335,7 @@ class Recorder(Callback):
         found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
         self.record.weights[step] = found
         self.record.local[step] = self._local(module)
+        self.record.attributes[step] = self._describe(module)
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
 

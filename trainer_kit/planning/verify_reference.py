@@ -416,6 +416,7 @@ class _Plain:
         with self.context() or nullcontext():
             output = rank.step(batch, number)
         self.record.draws = self.record.draws or before != _draws()
+        now.note_changes(batch)
         if output is not None:
             now.loss = losses_of(output)
             parts = [(parameters, loss * share) for parameters, loss in self.parts(output)] if self.automatic else []

@@ -28,7 +28,7 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import SetsAccumulation
-from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
+from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.planning.local_ranks import run_local
@@ -36,6 +36,7 @@ from trainer_kit.planning.verify_loaders import Division, divides_itself, feeds_
 from trainer_kit.planning.verify_norms import Shares
 from trainer_kit.planning.verify_recorder import Record, Recorder, makes_batches
 from trainer_kit.planning.verify_reference import plain_loop
+from trainer_kit.planning.verify_state import plain_attributes
 from trainer_kit.planning.verify_trainer import NeedsJoinError, PlainTrainer
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.runs import RunFiles
@@ -198,6 +199,7 @@ class Runs:
                 shares=shares,
                 threads=self.local,
                 loaders=own.loaders,
+                describe=plain_attributes,
             )
             compiled = not (watched or self._eager)
             trainer = own._trial(validates, reseeds is not None, alone, alone is not None, compiled)
@@ -396,10 +398,7 @@ class Runs:
     def _run(self, fn: Callable[[Runs, int], None], ranks: int) -> None:
         """Call ``fn`` on every rank, with what it may change: a forked process has all of it, a thread gets copies."""
 
-        random_state = rng_state()
-
         def forked(rank: int) -> None:
-            restore_rng(random_state)  # Python seeds its generator again in each fork
             if ranks == 1:  # one process, as it starts without a launcher
                 for name in _RANK:
                     os.environ.pop(name, None)

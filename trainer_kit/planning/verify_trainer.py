@@ -15,7 +15,7 @@ from trainer_kit.planning.verify_manual import PlainOptimizer
 from trainer_kit.step.optimizers import OptimizerProxy, Optimizers, parameters_of
 from trainer_kit.training.session import Session
 
-__all__ = ["NeedsJoinError", "PlainTrainer"]
+__all__ = ["Logs", "NeedsJoinError", "PlainTrainer"]
 
 
 @final
