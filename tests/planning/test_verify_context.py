@@ -159,3 +159,32 @@ def test_compiled_dropout():
     module.net = torch.compile(module.net, backend="aot_eager")
     found = verify(module, steps=1, devices=1, strategy="auto")
     assert found.ok, str(found)
+
+
+class Apart(verified.Classifier):
+    """Rank 1 calls a collective that rank 0 does not call."""
+
+    def training_step(self, batch, batch_idx):
+        if verified.ranked() and dist.get_rank() == 1:
+            dist.barrier()
+        return super().training_step(batch, batch_idx)
+
+
+class OnlyFirst(verified.Classifier):
+    """Rank 0 waits for a value of the others at the end of a step."""
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if verified.ranked() and dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(3))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("module", "names"), [(Apart, ["barrier"]), (OnlyFirst, ["all_reduce"])])
+def test_ranks_that_do_not_meet_are_named_within_seconds(module, names):
+    """It ended after half an hour, without a name."""
+    with pytest.raises(tk.RankError, match="do not call the same collectives") as caught:
+        verify(module(), steps=2)
+    assert "rank 0 waits in" in str(caught.value)
+    assert "rank 1 waits in" in str(caught.value)
+    assert all(name in str(caught.value) for name in names)
+    assert "test_verify_context.py" in str(caught.value)

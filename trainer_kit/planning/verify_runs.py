@@ -38,6 +38,7 @@ from trainer_kit.planning.verify_recorder import Record, Recorder, makes_batches
 from trainer_kit.planning.verify_reference import plain_loop
 from trainer_kit.planning.verify_state import plain_attributes
 from trainer_kit.planning.verify_trainer import NeedsJoinError, PlainTrainer
+from trainer_kit.planning.verify_waits import WaitWatch, raise_verdict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.runs import RunFiles
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -392,8 +393,27 @@ class Runs:
         return directory
 
     def _records(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> list[Record]:
-        self._run(fn, ranks)
+        if ranks == 1 or self.local:  # threads are named by those who give them turns
+            self._run(fn, ranks)
+        else:
+            self._run_watched(fn, ranks, directory)
         return [torch.load(directory / str(rank), weights_only=False) for rank in range(ranks)]
+
+    def _run_watched(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> None:
+        """Run processes, and name what they wait for where they do not meet."""
+
+        def watched(own: Runs, rank: int) -> None:
+            watch = WaitWatch(directory, rank, ranks)
+            try:
+                fn(own, rank)
+            finally:
+                watch.stop()
+
+        try:
+            self._run(watched, ranks)
+        except Exception as error:
+            raise_verdict(directory, error)
+            raise
 
     def _run(self, fn: Callable[[Runs, int], None], ranks: int) -> None:
         """Call ``fn`` on every rank, with what it may change: a forked process has all of it, a thread gets copies."""
