@@ -38,7 +38,7 @@ class Division:
         ranks: the rank of each place; empty: the places are the ranks.
         grouped: whether ``setup`` and loaders are called inside a process group, which sends nothing.
         joined: whether ranks wait for each other in ``all_gather``.
-        batch_idx: what every ``training_step`` gets; None: the number of its batch.
+        counts_windows: whether ``training_step`` gets the number of its window in place of that of its batch.
     """
 
     places: int
@@ -50,7 +50,7 @@ class Division:
     ranks: tuple[int, ...] = ()
     grouped: bool = False
     joined: bool = False
-    batch_idx: int | None = None
+    counts_windows: bool = False
 
     @contextmanager
     def as_rank(self, place: int) -> Iterator[int]:

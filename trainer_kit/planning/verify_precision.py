@@ -19,6 +19,8 @@ _FACTOR: Final = 30.0
 """How many times the rounding that float32 predicts an error of a gradient may be."""
 _SCALE: Final = 6.0
 """How many times the dtype's eps a gradient may be too long or too short as a whole."""
+_FLOAT32: Final = 1e-3
+"""The eps that is assumed for float32: its error may be far above its own, and a matmul may use TF32."""
 _SMALL: Final = 1e-3
 """Parameters whose gradient is shorter than this part of the longest one are not judged: their terms cancel."""
 
@@ -76,9 +78,10 @@ def excessive_rounding(exact: Record, rounded: Record, single: Record, eps: floa
     """
     if precision == "64-true":
         return None
+    predictor = single
     if rounded is single:  # nothing predicts the error of float32
-        eps = max(eps, 1e-3)
-    errors = measure_rounding(exact.gradients[0], rounded.gradients[0], single.gradients[0], eps)
+        predictor, eps = exact, _FLOAT32
+    errors = measure_rounding(exact.gradients[0], rounded.gradients[0], predictor.gradients[0], eps)
     wrong = [one for one in errors if _is_excessive(one, eps)]
     if not wrong:
         return None

@@ -97,7 +97,7 @@ class Record:
         gradients: by step and parameter: complete, before clipping.
         weights: by step and name: complete, after the step; parameters and buffers.
         local: by step and name: parameters and buffers of which this rank has a whole copy; -1: before training.
-        attributes: by step and name: plain attributes of the module and its parts, as text.
+        attributes: by step and name: plain attributes of the module and its parts before the step, as text.
         untrained: of the plain loop, by step: buffers and frozen parameters of each place; -1: before training.
         logged: by step and name.
         tied: names of one and the same parameter, before training.
@@ -298,6 +298,8 @@ class Recorder(Callback):
         """Record the batch."""
         step = trainer.progress.step
         self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
+        if self._at[1] == 0:
+            self.record.attributes[step] = self._describe(module)
         ids = self._feed.next_indices()
         self._now = Micro([whole(value) for value in tensors_of(batch)], ids)
         self._now.watched = Watched() if step in self.watched else None
@@ -335,7 +337,6 @@ class Recorder(Callback):
         found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
         self.record.weights[step] = found
         self.record.local[step] = self._local(module)
-        self.record.attributes[step] = self._describe(module)
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
 

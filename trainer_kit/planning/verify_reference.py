@@ -404,7 +404,7 @@ class _Plain:
     def micro(self, rank: _Rank, batch: Any, ids: Any, at: tuple[int, int, int], share: float) -> _Ended:
         """One micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
         step, index, place = at
-        number = self.progress.epoch_batch if self.division.batch_idx is None else self.division.batch_idx
+        number = step if self.division.counts_windows else self.progress.epoch_batch
         batch = batch if rank.move is None else rank.move(batch)
         rank.loop.metrics.weight, rank.loop.metrics.found = share * self.total, {}
         now = rank.now = Micro([whole(value) for value in tensors_of(batch)], ids)
