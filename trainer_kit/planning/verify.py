@@ -244,10 +244,10 @@ class _Verifier:
     def precision(self, judge: Judge, single: Record) -> None:
         """Compare the rounding of the plain loop with what the dtype explains."""
         name = self.trainer.precision_plugin.name
-        if judge.rounded is single and judge.exact.draws:
+        finding = excessive_rounding(judge.exact, judge.rounded, single, _eps(name), name)
+        if finding is not None and judge.rounded is single and judge.exact.draws:
             self.skip("rounding", "random layers may draw different numbers in float64")
             return
-        finding = excessive_rounding(judge.exact, judge.rounded, single, _eps(name), name)
         self.note("rounding", finding, f"{name}: the errors of the gradients are those of its dtype")
 
     def buffers(self, chosen: list[Record], judge: Judge, whole_batch: Record | None) -> None:

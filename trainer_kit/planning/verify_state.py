@@ -36,17 +36,18 @@ def plain_attributes(module: nn.Module) -> dict[str, str]:
     }
 
 
-def _text(value: Any) -> str | None:
+def _text(value: Any, depth: int = 3) -> str | None:
     if isinstance(value, (bool, int, float, str, type(None))):
         return repr(value)
     if isinstance(value, torch.Generator):
         return f"a generator in state {hash(value.get_state().numpy().tobytes())}"
     if isinstance(value, Tensor):
-        return repr(value.tolist()) if value.numel() <= _MOST else None
+        readable = type(value) is Tensor and not value.is_meta and value.numel() <= _MOST
+        return repr(value.tolist()) if readable else None
     if isinstance(value, dict):
         value = list(value.items())
-    if isinstance(value, (list, tuple, deque)) and len(value) <= _MOST:
-        texts = [_text(element) for element in value]
+    if isinstance(value, (list, tuple, deque)) and len(value) <= _MOST and depth:
+        texts = [_text(element, depth - 1) for element in value]
         return None if any(text is None for text in texts) else f"[{', '.join(map(str, texts))}]"
     return None
 
