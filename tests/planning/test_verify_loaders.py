@@ -19,7 +19,7 @@ from torch.utils.data import (
 import trainer_kit as tk
 from tests.planning import verified
 from tests.planning.test_verify import status, verify
-from trainer_kit.planning.verify_reference import Division, feeds_of
+from trainer_kit.planning.verify_loaders import Division, feeds_of, place_loaders
 
 pytestmark = pytest.mark.slow
 
@@ -134,7 +134,8 @@ def test_a_stream_with_a_generator():
 def test_shares_of_one_loader_share_its_dataset_and_nothing_that_changes():
     loader = verified.loader(generator=torch.Generator(), num_workers=1, multiprocessing_context="fork")
     trainer = tk.Trainer(accelerator="cpu", logger=False)
-    feeds, _ = feeds_of(trainer, {"a": loader, "b": [loader]}, Division(2, 1, 5))
+    division = Division(2, 1, 5, world=2)
+    feeds, _ = feeds_of(trainer, place_loaders({"a": loader, "b": [loader]}, division, True), division)
     first, second = (feed.loader for feed in feeds)
     assert second["a"].dataset is first["a"].dataset
     assert second["a"].sampler.generator is second["a"].generator is second["b"][0].generator
@@ -146,5 +147,7 @@ def test_a_loader_that_cannot_be_copied_is_shared():
         yield 1
 
     loader = batches()
-    feeds, _ = feeds_of(tk.Trainer(accelerator="cpu", logger=False), loader, Division(2, 1, 5))
+    division = Division(2, 1, 5, world=2)
+    trainer = tk.Trainer(accelerator="cpu", logger=False)
+    feeds, _ = feeds_of(trainer, place_loaders(loader, division, True), division)
     assert feeds[0].loader is feeds[1].loader is loader

@@ -26,6 +26,7 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFini
 from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
+from trainer_kit.strategies.gathering import gather_with_gradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -165,12 +166,19 @@ class Fabric:
         return self.accelerator.world.broadcast(obj)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged."""
+        """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged.
+
+        Args:
+            data: a tensor, a number, or a pytree of them.
+            group: refused; all processes take part.
+            sync_grads: let gradients flow back to the tensors of all processes.
+        """
         _refuse(group is not None, "all_gather always uses all processes", "leave group out")
-        _refuse(sync_grads, "all_gather does not carry gradients", "pass sync_grads=False")
         data = map_leaves(data, lambda value: torch.tensor(value, device=self.device), (int, float))
         if self.world_size == 1:
             return data
+        if sync_grads:
+            return map_tensors(data, partial(gather_with_gradients, group=self.accelerator.world))
         return self.accelerator.gather(map_tensors(data, lambda tensor: tensor[None]))
 
     def all_reduce(self, data: Any, group: Any = None, reduce_op: str = "mean") -> Any:

@@ -16,8 +16,9 @@ import torch
 
 __all__ = ["COMPILERS", "OUTSIDE", "Position", "find_position", "user_line"]
 
-_HERE: Final = str(Path(__file__).resolve().parents[1])
-_TORCH: Final = str(Path(torch.__file__).resolve().parent)  # torch may be outside this environment's directories
+# Frames hold the paths that were imported: links, such as that of an environment, stay as they are.
+_HERE: Final = str(Path(__file__).absolute().parents[1])
+_TORCH: Final = str(Path(torch.__file__).absolute().parent)  # torch may be outside this environment's directories
 _LIBRARIES: Final = (
     *(_HERE, _TORCH, "<frozen"),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),

@@ -6,6 +6,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import time
@@ -171,11 +172,14 @@ class _Target:
 
     def __init__(self, fn: Callable[[int], Any], forked: bool) -> None:
         self.fn, self.forked = fn, forked
+        self.random_state = random.getstate() if forked else None
 
     def __call__(self, rank: int) -> Any:
         if self.forked:
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
+        if self.random_state is not None:  # Python seeds its generator again in each fork; torch and NumPy do not
+            random.setstate(self.random_state)
         result = self.fn(rank)
         return result if rank == 0 else None
 

@@ -12,7 +12,16 @@ from torch import Tensor
 
 from trainer_kit.planning.verify_recorder import Micro, Record, Watched
 
-__all__ = ["Finding", "Judge", "Point", "compare_order", "compare_samples", "same_bits"]
+__all__ = [
+    "Finding",
+    "Judge",
+    "Point",
+    "compare_order",
+    "compare_samples",
+    "percent",
+    "relative_difference",
+    "same_bits",
+]
 
 _FACTOR: Final = 10.0
 """How many times the measured rounding error a difference may be; docs/decisions/0148 says why 10."""
@@ -64,6 +73,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
         if a.ndim
         else (bool(a == b) or bool(a != a and b != b))
     )
+
+
+def percent(part: float) -> str:
+    """A relative difference with the digits that it has, never ``0.0%``.
+
+    Example:
+        >>> percent(0.0142), percent(1.5), percent(3e-9)
+        ('1.42%', '150%', '3e-07%')
+    """
+    return f"{100 * part:.3g}%"
 
 
 def _norm(value: Tensor) -> float:
@@ -152,7 +171,7 @@ class Judge:
         name = self._first(exact, {name for _, name in wrong})
         several = len({name for _, name in wrong})
         hint = self._of_gradients(run, step, merged, exact)
-        text = f"the gradient differs by {_relative(merged[name], exact[name]):.1%}"
+        text = f"the gradient differs by {percent(_relative(merged[name], exact[name]))}"
         text += f", and those of {several - 1} more parameters" if several > 1 else ""
         return Finding(kind="gradients", step=step, where=name, text=text, hint=hint)
 
@@ -214,7 +233,7 @@ class Judge:
         if not wrong:
             return None
         name = self._first(exact, {name for _, name in wrong})
-        text = f"the weights differ by {_relative(merged[name], exact[name]):.2%} after the step"
+        text = f"the weights differ by {percent(_relative(merged[name], exact[name]))} after the step"
         hint = "the gradients agree: look at clipping, the optimizer and its schedule"
         return Finding(kind="weights", step=step, where=name, text=text, hint=hint)
 
@@ -225,7 +244,7 @@ class Judge:
             for name, value in record.local.get(step, {}).items():
                 if name not in first or first[name].shape != value.shape or same_bits(first[name], value):
                     continue
-                buffer = name not in self.exact.gradients[step]
+                buffer = name in record.buffers
                 if buffer and (not record.own_buffers or name.rpartition(".")[0] in record.norms):
                     continue  # the next forward sends those of rank 0; for batch norms there is a note
                 if not buffer and not self._far(value, first[name]):
@@ -281,7 +300,7 @@ class Judge:
             if found is None or other is None or found.shape != value.shape:
                 continue
             if self.excess(found.double() / scale, value, other) > 1:
-                return key, f"by {_relative(found.double() / scale, value):.2%}"
+                return key, f"by {percent(_relative(found.double() / scale, value))}"
         return None
 
     def _far(self, found: Tensor, other: Tensor) -> bool:
@@ -340,6 +359,11 @@ def _relative(found: Tensor, exact: Tensor) -> float:
     return _norm(found.double() - exact.double()) / (_norm(exact) or 1.0)
 
 
+def relative_difference(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+    """The relative difference of each tensor that both have."""
+    return {name: _relative(found[name], value) for name, value in exact.items() if name in found}
+
+
 def compare_order(run: Sequence[Record], plan: list[int] | None, steps: int) -> Finding | None:
     """Compare the samples of each step with those that one process reads; each step may have them in any order.
 
@@ -393,6 +417,14 @@ def compare_samples(run: Sequence[Record], exact: Record) -> Finding | None:
             rows = range(len(mine)) if mine.ndim else ()
             row = next((i for i in rows if not same_bits(mine[i], other[i].to(mine.dtype))), 0)
             ids = micro.ids if micro.ids is not None and len(rows) == len(micro.ids) else None
+            if any(each.changed for each in (*record.micros.values(), *exact.micros.values())):
+                return Finding(
+                    kind="data",
+                    step=step,
+                    where=f"batch {index}" if ids is None else f"sample {ids[row]}",
+                    text="has other contents than in one process: training_step changes its batch in place",
+                    hint="change a copy: x = x + 1 or x.clone(), not x.add_(1); the data set holds the changed values",
+                )
             return Finding(
                 kind="data",
                 step=step,

@@ -13,6 +13,7 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from trainer_kit.core.hooks import Callback
@@ -21,6 +22,7 @@ from trainer_kit.core.states import names_validation
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import Feed
 from trainer_kit.data.order import derive_seed
+from trainer_kit.planning.verify_loaders import retarget_samplers
 from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares, synced_norms
 from trainer_kit.planning.verify_operations import trace
 from trainer_kit.step.optimizers import LRSchedulerConfig
@@ -68,6 +70,15 @@ class Micro:
     watched: Watched | None = None
     operations: list[str] = field(default_factory=list)
     """Of the traced module."""
+    changed: bool = False
+    """Whether the step has changed its batch in place."""
+
+    def note_changes(self, batch: object) -> None:
+        """Compare the batch with what the step got."""
+        after = list(tensors_of(batch))
+        self.changed = len(after) == len(self.batch) and not all(
+            torch.equal(whole(value), before) for value, before in zip(after, self.batch, strict=True)
+        )
 
 
 @final
@@ -85,12 +96,20 @@ class Record:
         own_batches: whether the loader makes its batches itself, so that one process cannot read them as one.
         gradients: by step and parameter: complete, before clipping.
         weights: by step and name: complete, after the step; parameters and buffers.
-        local: by step and name: parameters and buffers of which this rank has a whole copy.
+        local: by step and name: parameters and buffers of which this rank has a whole copy; -1: before training.
+        attributes: by step and name: plain attributes of the module and its parts before the step, as text.
+        untrained: of the plain loop, by step: buffers and frozen parameters of each place; -1: before training.
         logged: by step and name.
         tied: names of one and the same parameter, before training.
         draws: whether a step draws random numbers.
         even: whether each place has a batch in every micro-batch, every window is complete, and no epoch ends.
         plan: the dataset's indices in the order of one process.
+        orders: the indices of the first two epochs; None: not known.
+        divides: whether a sampler divides the data.
+        rank: of all ranks.
+        compiled: whether torch compiled code while it trained.
+        buffers: the names of buffers.
+        retargeted: samplers that were made for other ranks, in words.
         norms: the names of batch norms that normalise with the statistics of a rank's batch.
         synced: the names of those that normalise with the statistics of all ranks.
         waiting: the schedulers that wait for a validation, in words.
@@ -105,9 +124,17 @@ class Record:
         self.gradients: dict[int, dict[str, Tensor]] = {}
         self.weights: dict[int, dict[str, Tensor]] = {}
         self.local: dict[int, dict[str, Tensor]] = {}
+        self.attributes: dict[int, dict[str, str]] = {}
+        self.untrained: dict[int, list[dict[str, Tensor]]] = {}
         self.logged: dict[int, dict[str, float]] = {}
         self.tied: list[tuple[str, ...]] = []
         self.plan: list[int] | None = None
+        self.orders: list[list[int] | None] = []
+        self.divides = False
+        self.rank = 0
+        self.compiled = False
+        self.buffers: set[str] = set()
+        self.retargeted: list[str] = []
         self.norms: list[str] = []
         self.synced: list[str] = []
         self.waiting: list[str] = []
@@ -206,6 +233,8 @@ class Recorder(Callback):
         saves: the step after which a checkpoint is saved, and its path; None: no checkpoint.
         shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
         threads: whether ranks are threads; then no thread of its own writes the checkpoint, which has no rank.
+        loaders: that the user has passed.
+        describe: returns the plain attributes of the module.
     """
 
     order = "early"
@@ -220,8 +249,11 @@ class Recorder(Callback):
         saves: tuple[int, str] | None = None,
         shares: Shares | None = None,
         threads: bool = False,
+        loaders: Any = None,
+        describe: Callable[[nn.Module], dict[str, str]],
     ) -> None:
-        self.record, self.threads = Record(), threads
+        self._describe = describe
+        self.record, self.threads, self.loaders = Record(), threads, loaders
         self.steps, self.reseeds, self.watched, self.traced = steps, reseeds, watched, traced
         self.saves, self.shares = saves, shares
         self._at = (-1, -1)
@@ -229,13 +261,19 @@ class Recorder(Callback):
         self._names: dict[int, str] = {}
         self._handles: list[Any] = []
         self._feed: Any = None
+        self._compiled = 0
+
+    def setup(self, trainer: Session, module: TrainModule, stage: str) -> None:
+        """Let passed samplers divide the data as under a launcher."""
+        places, world = trainer.strategy.data, trainer.strategy.world
+        self.record.retargeted = retarget_samplers(self.loaders, places.rank, places.size, world.size)
 
     def on_train_start(self, trainer: Session, module: TrainModule) -> None:
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
         strategy, record = trainer.strategy, self.record
         record.place, record.places = strategy.data.rank, strategy.data.size
         record.divisor, record.own_buffers = strategy.gradient_divisor, strategy.own_buffers
-        record.seed = trainer.data_seed
+        record.seed, record.rank = trainer.data_seed, trainer.strategy.world.rank
         assert trainer.run is not None
         schedule = trainer.run.schedule
         schedule.max_epochs = schedule.max_duration = None
@@ -250,6 +288,9 @@ class Recorder(Callback):
         self._feed.record_indices()
         record.own_batches = makes_batches(self._feed)
         self._names = names_of(module)
+        record.local[-1] = self._local(module)
+        record.buffers = {canonical(name) for name, _ in module.named_buffers()}
+        self._compiled = _compiled_frames()
         if self.watched:
             self._handles = list(watch(module, lambda: self._now, self.traced))
 
@@ -257,6 +298,8 @@ class Recorder(Callback):
         """Record the batch."""
         step = trainer.progress.step
         self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
+        if self._at[1] == 0:
+            self.record.attributes[step] = self._describe(module)
         ids = self._feed.next_indices()
         self._now = Micro([whole(value) for value in tensors_of(batch)], ids)
         self._now.watched = Watched() if step in self.watched else None
@@ -275,6 +318,7 @@ class Recorder(Callback):
         """Record the losses."""
         if self._now is not None:
             self._now.loss = losses_of(outputs)
+            self._now.note_changes(batch)
         self._now = None
 
     def on_before_optimizer_step(self, trainer: Session, module: TrainModule, optimizer: Optimizer) -> None:
@@ -292,15 +336,17 @@ class Recorder(Callback):
         state = {canonical(name): value for name, value in trainer.strategy.module_state(module).items()}
         found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
         self.record.weights[step] = found
-        own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-        self.record.local[step] = {
-            canonical(name): whole(value) for name, value in own if not hasattr(value, "full_tensor")
-        }
+        self.record.local[step] = self._local(module)
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
 
+    def _local(self, module: TrainModule) -> dict[str, Tensor]:
+        tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+        return {canonical(name): whole(value) for name, value in tensors if not isinstance(value, DTensor)}
+
     def on_train_end(self, trainer: Session, module: TrainModule) -> None:
-        """Remove the hooks from modules."""
+        """Remove the hooks from modules; note whether anything was compiled."""
+        self.record.compiled = _compiled_frames() > self._compiled
         for handle in self._handles:
             handle.remove()
 
@@ -312,6 +358,11 @@ class Recorder(Callback):
             self.record.logged.setdefault((trainer.progress.step if step is None else step) - 1, {}).update(values)
 
         vars(trainer)["log_metrics"] = log
+
+
+def _compiled_frames() -> int:
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")  # nothing is compiled before it is imported
+    return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
 def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:

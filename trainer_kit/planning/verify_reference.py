@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, final
 
+import numpy as np
 import torch
 from lightning_utilities.core.overrides import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import pick_device
@@ -24,9 +23,10 @@ from trainer_kit.core.hooks import ModuleHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.signatures import takes
-from trainer_kit.core.tensors import tensors_of
-from trainer_kit.data import EMPTY, CombinedLoader, Feed, read_together
+from trainer_kit.core.tensors import map_tensors, tensors_of
+from trainer_kit.data import EMPTY, Feed
 from trainer_kit.planning.verify_compare import same_bits
+from trainer_kit.planning.verify_loaders import Division, Row, feeds_of, rows_of
 from trainer_kit.planning.verify_manual import PlainOptimizer, Turns, add_gradients, copied
 from trainer_kit.planning.verify_norms import canonical, join_norms, joined
 from trainer_kit.planning.verify_recorder import (
@@ -41,131 +41,20 @@ from trainer_kit.planning.verify_recorder import (
     whole,
     without_validation,
 )
+from trainer_kit.planning.verify_trainer import NeedsJoinError, PlainTrainer
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.closures import requires_closure
-from trainer_kit.step.optimizers import OptimizerProxy, Optimizers, configure_optimizers, parameters_of
+from trainer_kit.step.optimizers import Optimizers, configure_optimizers, parameters_of
 from trainer_kit.strategies.single import SingleDeviceStrategy
-from trainer_kit.training.loaders import mover, training_feed
+from trainer_kit.training.loaders import mover
 from trainer_kit.training.session import Session
 
-__all__ = ["Division", "feeds_of", "plain_loop", "rows_of"]
+__all__ = ["plain_loop"]
 
 _Ended = tuple[Any, Any, int]
 """The arguments of ``on_train_batch_end``."""
 _Ran = tuple[list[_Ended], list[tuple[str, float, float]]]
 """Of each rank: what has ended, and name, value and weight of what was logged."""
-_Row = list[tuple[Any, int, list[int] | None]]
-"""A batch of each rank, its size and its indices in the dataset."""
-
-
-@final
-@dataclass(frozen=True)
-class Division:
-    """How the compared run divides its data.
-
-    Attributes:
-        places: ranks that divide it.
-        seed: of the order.
-        reseeds: of random layers.
-        own_buffers: whether no rank sends its buffers.
-        world: all ranks.
-        synced: the names of batch norms that normalise the samples of all ranks together.
-    """
-
-    places: int
-    seed: int
-    reseeds: int
-    own_buffers: bool = False
-    world: int = 1
-    synced: tuple[str, ...] = ()
-
-
-@final
-@dataclass
-class _Place:
-    rank: int
-    size: int
-
-
-@final
-class _Logs:
-    """Takes ``self.log`` of the module; keeps weighted means of values that belong to steps, and sums of an epoch."""
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.found: dict[str, list[tuple[float, float]]] = {}
-        self.epoch: dict[str, tuple[float, float]] = {}
-
-    def log(self, name: str, value: Any, *options: Any) -> None:
-        """See `TrainModule.log`: (prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add, batch_size, rank_zero)."""
-        _, logger, on_step, on_epoch, reduce_fx, sync, _, batch_size, rank_zero = options
-        if reduce_fx != "mean" or not sync or rank_zero or not isinstance(value, (int, float, Tensor)):
-            return
-        weight = self.weight if batch_size is None else float(batch_size)
-        if on_epoch:
-            for one in (name, f"{name}_epoch"):
-                total, weights = self.epoch.get(one, (0.0, 0.0))
-                self.epoch[one] = (total + float(value) * weight, weights + weight)
-        if logger is not False and on_step is not False:
-            self.found.setdefault(f"{name}_step" if on_epoch else name, []).append((float(value), weight))
-
-
-@final
-class _Loop:
-    """The module's Trainer in the plain loop: attributes of the real one, and the position of this loop."""
-
-    def __init__(self, trainer: Session, progress: Progress, world: int) -> None:
-        self._trainer, self.world_size = trainer, world
-        self.progress, self.metrics = progress, _Logs()
-        self.training, self.evaluating, self.is_global_zero = True, False, True
-        self.backward: Callable[..., None] | None = None
-
-    def take(self, made: Optimizers, manual: list[PlainOptimizer]) -> None:
-        """Answer the module's ``optimizers()`` and ``lr_schedulers()``."""
-        self.optimizers, self.manual_optimizers = made.optimizers, manual or made.optimizers
-        self.lr_scheduler_configs = made.schedulers
-
-    @property
-    def current_epoch(self) -> int:
-        """Completed epochs."""
-        return self.progress.epoch
-
-    @property
-    def global_step(self) -> int:
-        """Completed steps."""
-        return self.progress.step
-
-    def manual_backward(self, loss: Tensor, *arguments: Any, **options: Any) -> None:
-        """Run backward in manual optimization."""
-        if self.backward is None:  # with the words of the real one
-            self._trainer.manual_backward(loss, *arguments, **options)
-        else:
-            self.backward(loss, *arguments, **options)
-
-    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of one optimizer; None: by the Trainer's value or algorithm."""
-        own_value, own_algorithm = self._trainer.settings.clip or (None, "norm")
-        value = own_value if value is None else value
-        if value is None:
-            return
-        parameters = parameters_of(OptimizerProxy.unwrapped(optimizer))
-        if (algorithm or own_algorithm) == "norm":
-            torch.nn.utils.clip_grad_norm_(parameters, value)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, value)
-
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """As in one process; refused where there would be other ranks."""
-        if self.world_size > 1:
-            raise ConfigurationError(
-                "verify cannot compare a step that gathers values of all ranks: its plain loop has one process",
-                found="all_gather",
-                fix="verify with devices=1, or leave all_gather out of training_step",
-            )
-        return data
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._trainer, name)
 
 
 @final
@@ -181,7 +70,7 @@ class _Rank:
 
     def __init__(
         self,
-        loop: _Loop,
+        loop: PlainTrainer,
         module: TrainModule,
         move: Callable[..., Any] | None,
         before: Callable[[_Rank, Optimizer], None],
@@ -249,7 +138,7 @@ class _Plain:
         copies = [] if self.automatic else [copied(module) for _ in range(division.places - 1)]
         self.ranks = [
             _Rank(
-                _Loop(trainer, self.progress, division.world),
+                PlainTrainer(trainer, self.progress, division.world),
                 one,
                 mover(one, datamodule, strategy, precision)[0],
                 self.before_step,
@@ -268,11 +157,14 @@ class _Plain:
         self.losses: list[Tensor] = []
         self.own_weight = is_overridden("loss_weight", module, TrainModule)
         self.turns: Turns | None = None
-        self.place, self.inputs, self.outputs = 0, list[Tensor](), list[Tensor]()
+        self.place, self.inputs, self.outputs = 0, list[Any](), list[Any]()
         self.scaled: list[list[tuple[list[nn.Parameter] | None, Tensor]]] = []
-        self.joins = bool(division.synced) and division.places > 1
-        if self.joins:
+        self.joins = division.places > 1 and self.automatic and (bool(division.synced) or division.joined)
+        if division.synced and division.places > 1:
             self.join()
+        if division.places == division.world:
+            for rank in self.ranks:
+                rank.loop.gather = self.gather
         for rank in self.ranks if watched else ():
             list(watch(rank.module, rank.running, traced))
 
@@ -296,6 +188,8 @@ class _Plain:
         progress, self.window = self.progress, window
         self.hook("on_fit_start")
         self.hook("on_train_start")
+        self.share_buffers()
+        self.record.untrained[-1] = self.untrained_values()
         while progress.step < self.steps:
             before = progress.step
             self.hook("on_train_epoch_start")
@@ -314,7 +208,7 @@ class _Plain:
                 raise DataError("the training loader has no batches", fix="pass a loader with samples")
         return self.record
 
-    def step(self, rows: list[_Row]) -> None:
+    def step(self, rows: list[Row]) -> None:
         """One optimizer step over the micro-batches of all ranks: the gradient is sum(w g) / sum(w)."""
         progress, step = self.progress, self.progress.step
         weights = [[self.weight(batch, size) for batch, size, _ in row] for row in rows]
@@ -323,8 +217,7 @@ class _Plain:
             self.record.even = False
         if self.automatic:
             self.zero()
-        if not self.division.own_buffers or not self.buffers:
-            self.buffers = [self.read_buffers()] * self.division.places
+        self.share_buffers()
         logs: dict[str, tuple[float, float]] = {}
         now: dict[str, float] = {}
         for index, (row, shares) in enumerate(zip(rows, weights, strict=True)):
@@ -347,6 +240,7 @@ class _Plain:
         self.record.weights[step] = {
             canonical(n): whole(v) for n, v in self.module.state_dict().items() if isinstance(v, Tensor)
         }
+        self.record.untrained[step] = self.untrained_values()
         self.record.logged[step] = {name: value / weight for name, (value, weight) in logs.items() if weight}
 
     def zero(self) -> None:
@@ -398,7 +292,7 @@ class _Plain:
         for rank, arguments in zip(self.ranks, ended, strict=False):
             rank.hook("on_train_batch_end", *arguments)
 
-    def automatically(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+    def automatically(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
         """Forward and backward of one micro-batch of each rank, one after the other through one module."""
         ended: list[_Ended] = []
         logged: list[tuple[str, float, float]] = []
@@ -411,10 +305,11 @@ class _Plain:
             logged += [(name, *found[-1]) for name, found in self.first.loop.metrics.found.items()]
         return ended, logged
 
-    def jointly(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+    def jointly(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
         """As `automatically`, but ranks wait for each other in batch norms, and one backward follows for all."""
         places = [place for place, (batch, _, _) in enumerate(row) if batch is not EMPTY]
-        self.turns, self.scaled = Turns(len(places), "its SyncBatchNorm layers"), []
+        layers = "its SyncBatchNorm layers" if self.division.synced else "all_gather"
+        self.turns, self.scaled = Turns(len(places), layers), []
         ended: list[_Ended] = []
         logged: list[tuple[str, float, float]] = []
 
@@ -439,9 +334,6 @@ class _Plain:
         """The output of a batch norm for one rank: waits for the inputs of all ranks, which are normalised together."""
         if self.turns is None:
             return forward(value)
-        place, micro, logs = self.place, self.first.now, self.first.loop.metrics
-        weight, found = logs.weight, logs.found
-        self.buffers[place] = self.read_buffers()
         turn = len(self.inputs)
         self.inputs.append(value)
 
@@ -449,16 +341,49 @@ class _Plain:
             with self.equal_buffers():
                 self.outputs, self.inputs = joined(self.inputs, forward), []
 
+        self.wait(turn, act)
+        return self.outputs[turn]  # type: ignore[no-any-return]
+
+    def wait(self, turn: int, act: Callable[[], None]) -> None:
+        """Wait until every rank is here; the last one calls ``act``."""
+        assert self.turns is not None
+        if not self.automatic:  # each rank has a module of its own
+            self.turns.meet(turn, act)
+            return
+        place, micro, logs = self.place, self.first.now, self.first.loop.metrics
+        weight, found = logs.weight, logs.found
+        self.buffers[place] = self.read_buffers()
         self.turns.meet(turn, act)
         self.place, self.first.now = place, micro
         logs.weight, logs.found = weight, found
         self.load_buffers(self.buffers[place])
-        return self.outputs[turn]
 
-    def manually(self, row: _Row, at: tuple[int, int], shares: list[float]) -> _Ran:
+    def gather(self, data: Any, sync_grads: bool) -> Any:
+        """Stack the tensors of all ranks, as `TrainModule.all_gather` does in the run."""
+        if self.turns is None:
+            raise NeedsJoinError("training_step gathers values of all ranks", found="all_gather")
+        if sync_grads and not self.automatic:
+            raise ConfigurationError(
+                "verify cannot compare manual optimization whose gradients cross ranks",
+                found="all_gather(sync_grads=True)",
+                fix="verify with devices=1",
+            )
+        tensors: list[Tensor] = []
+        tensors.extend(tensors_of(data))
+        turn = len(self.inputs)
+        self.inputs.append(tensors)
+
+        def act() -> None:
+            self.outputs, self.inputs = [torch.stack(parts) for parts in zip(*self.inputs, strict=True)], []
+
+        self.wait(turn, act)
+        stacked = iter(self.outputs if sync_grads else [output.detach() for output in self.outputs])
+        return map_tensors(data, lambda tensor: next(stacked))
+
+    def manually(self, row: Row, at: tuple[int, int], shares: list[float]) -> _Ran:
         """Each rank's ``training_step``: its ``manual_backward`` waits for those of the others."""
         ended: dict[int, _Ended] = {}
-        turns = Turns(len(row))
+        turns = self.turns = Turns(len(row), "manual_backward or all_gather")
         self.earlier = {}
         batch_of_others = next(batch for batch, _, _ in row if batch is not EMPTY)
 
@@ -471,13 +396,14 @@ class _Plain:
                 ended[place] = self.micro(rank, batch, ids, (*at, place), shares[place])
 
         turns.run(work)
+        self.turns = None
         found = [(name, *value[-1]) for rank in self.ranks for name, value in rank.loop.metrics.found.items()]
         return [ended[place] for place in sorted(ended)], found
 
     def micro(self, rank: _Rank, batch: Any, ids: Any, at: tuple[int, int, int], share: float) -> _Ended:
         """One micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
         step, index, place = at
-        number = self.progress.epoch_batch
+        number = step if self.division.counts_windows else self.progress.epoch_batch
         batch = batch if rank.move is None else rank.move(batch)
         rank.loop.metrics.weight, rank.loop.metrics.found = share * self.total, {}
         now = rank.now = Micro([whole(value) for value in tensors_of(batch)], ids)
@@ -485,10 +411,11 @@ class _Plain:
         self.record.micros[step, index * self.division.places + place] = now
         rank.hook("on_train_batch_start", batch, number)
         reseed(self.division.reseeds, step, index * self.division.places + place)
-        before = torch.get_rng_state()
+        before = _draws()
         with self.context() or nullcontext():
             output = rank.step(batch, number)
-        self.record.draws = self.record.draws or not torch.equal(before, torch.get_rng_state())
+        self.record.draws = self.record.draws or before != _draws()
+        now.note_changes(batch)
         if output is not None:
             now.loss = losses_of(output)
             parts = [(parameters, loss * share) for parameters, loss in self.parts(output)] if self.automatic else []
@@ -555,14 +482,38 @@ class _Plain:
             found |= {self.names[id(parameter)]: whole(parameter.grad) for parameter in held}
 
     def read_buffers(self) -> dict[str, Tensor]:
-        """The buffers of a module that several ranks share: each has values of its own."""
+        """What a module that several ranks share has of each: buffers, and parameters that no optimizer trains."""
         if self.division.places == 1 or not self.automatic:
             return {}
-        return {name: value.detach().clone() for name, value in self.module.named_buffers()}
+        return {name: value.detach().clone() for name, value in self.untrained()}
+
+    def untrained(self) -> list[tuple[str, Tensor]]:
+        """Buffers, and parameters without gradients, such as those of a teacher, with their names."""
+        frozen = [(name, value) for name, value in self.module.named_parameters() if not value.requires_grad]
+        return [*self.module.named_buffers(), *frozen]
+
+    def share_buffers(self) -> None:
+        """Give every place the buffers of the first one, where ranks send them; frozen parameters are never sent."""
+        values = self.read_buffers()
+        if not self.buffers:
+            self.buffers = [values] * self.division.places
+        elif not self.division.own_buffers:
+            sent = {name: values[name] for name, _ in self.module.named_buffers() if name in values}
+            self.buffers = [{**held, **sent} for held in self.buffers]
+
+    def untrained_values(self) -> list[dict[str, Tensor]]:
+        """The untrained values of each place, by canonical name."""
+        if not self.automatic:
+            return [
+                {canonical(name): whole(value) for name, value in rank.module.named_buffers()} for rank in self.ranks
+            ]
+        if self.division.places == 1:
+            return [{canonical(name): whole(value) for name, value in self.untrained()}]
+        return [{canonical(name): value for name, value in values.items()} for values in self.buffers]
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Give the module a rank's buffers."""
-        for name, buffer in self.module.named_buffers():
+        for name, buffer in self.untrained():
             if name in values and values[name].shape == buffer.shape:
                 buffer.data.copy_(values[name])  # also after a forward: backward uses no running statistics
 
@@ -584,19 +535,10 @@ class _Plain:
         return float(self.module.loss_weight(batch)) if self.own_weight else float(size)
 
 
-def rows_of(feeds: list[Feed], epoch: int) -> Iterator[_Row]:
-    """The batches of an epoch: a row has one of each place."""
-    for feed in feeds:
-        feed.record_indices()
-    iterators = [feed.sized_epoch(epoch) for feed in feeds]
-    while True:
-        row: _Row = []
-        for feed, iterator in zip(feeds, iterators, strict=True):
-            batch, size = next(iterator, (EMPTY, 0))
-            row.append((batch, size, None if batch is EMPTY else feed.next_indices()))
-        if all(batch is EMPTY for batch, _, _ in row):
-            return
-        yield row
+def _draws() -> tuple[object, ...]:
+    """The state of every global generator, as values that compare."""
+    _, keys, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), np.asarray(keys).tobytes(), position, torch.get_rng_state().numpy().tobytes()
 
 
 def _check(made: Optimizers) -> None:
@@ -612,7 +554,7 @@ def _check(made: Optimizers) -> None:
 def plain_loop(
     trainer: Session,
     module: TrainModule,
-    loaders: Any,
+    loaders: list[Any],
     datamodule: DataModule | None,
     *,
     precision: Precision,
@@ -628,7 +570,7 @@ def plain_loop(
     Args:
         trainer: has settings and seed; it does not run.
         module: it is trained.
-        loaders: of the training data.
+        loaders: of the training data, for each place.
         datamodule: or None.
         precision: of the computation.
         steps: optimizer steps.
@@ -644,52 +586,3 @@ def plain_loop(
     trainer.num_training_batches = math.inf if limit is None else limit
     plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
     return plain.run(feeds, limit, window)
-
-
-def feeds_of(trainer: Session, loaders: Any, division: Division) -> tuple[list[Feed], int | None]:
-    """The data of each place, and the micro-batches of an epoch."""
-    each = [loaders, *(_own(loaders) for _ in range(division.places - 1))]
-    made = [
-        training_feed(
-            mine,
-            trainer.settings,
-            _Place(rank, division.places),  # type: ignore[arg-type]
-            division.seed,
-            trainer.accumulation,
-        )
-        for rank, mine in enumerate(each)
-    ]
-    return [feed for feed, _ in made], made[0][1]
-
-
-def _own(loaders: Any) -> Any:
-    """A copy of the loaders, whose samplers, generators and streams another rank's reading does not change.
-
-    What reads one sample at a time is shared, so that state between samples shows. Loaders that cannot be copied are
-    shared too.
-    """
-    memo: dict[int, Any] = {}
-    _share(read_together(loaders), memo, set())
-    try:
-        return copy.deepcopy(loaders, memo)
-    except Exception:  # of any class: user code decides how a copy is made
-        return loaders
-
-
-def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
-    """Let ``copy.deepcopy`` keep datasets, batches and functions as they are."""
-    if id(value) in seen:
-        return
-    seen.add(id(value))
-    if isinstance(value, Sequence) or (isinstance(value, Dataset) and not isinstance(value, IterableDataset)):
-        memo[id(value)] = value
-    elif isinstance(value, CombinedLoader):
-        for one in value.flattened:
-            _share(one, memo, seen)
-    elif isinstance(value, (DataLoader, Sampler)):
-        held = dict(vars(value))
-        memo[id(held.pop("_iterator", None))] = None  # it may have processes, and belongs to the user's loader
-        for name in ("collate_fn", "worker_init_fn", "_DataLoader__multiprocessing_context"):
-            memo[id(held.get(name))] = held.pop(name, None)
-        for one in held.values():
-            _share(one, memo, seen)

@@ -7,10 +7,11 @@ import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, final
@@ -25,13 +26,19 @@ from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule, build_once
+from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import SetsAccumulation
+from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.planning.local_ranks import run_local
+from trainer_kit.planning.verify_loaders import Division, divides_itself, feeds_of, place_loaders, rows_of
 from trainer_kit.planning.verify_norms import Shares
 from trainer_kit.planning.verify_recorder import Record, Recorder, makes_batches
-from trainer_kit.planning.verify_reference import Division, feeds_of, plain_loop
+from trainer_kit.planning.verify_reference import plain_loop
+from trainer_kit.planning.verify_state import plain_attributes
+from trainer_kit.planning.verify_trainer import NeedsJoinError, PlainTrainer
+from trainer_kit.planning.verify_waits import WaitWatch, raise_verdict
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.runs import RunFiles
 from trainer_kit.strategies.single import SingleDeviceStrategy
@@ -42,6 +49,10 @@ __all__ = ["Runs", "locked_directory"]
 
 _PREFIX: Final = "trainer_kit-verify-"
 _START: Final = "start"
+_NO_GROUP: Final = "process group has not been initialized"
+"""In the error of torch where code asks for its rank without a process group."""
+_EPOCH_BATCHES: Final = 16
+"""Batches of an epoch whose order is compared with the next epoch's."""
 _RANK: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -115,6 +126,7 @@ class Runs:
         self.trainer, self.module, self.datamodule, self.local = trainer, module, datamodule, local
         self.loaders, self.val_loaders, self.steps, self.directory = loaders, val_loaders, steps, directory
         self._count = 0
+        self._grouped = self._joined = self._eager = False
         self._built = is_overridden("configure_model", module, TrainModule)
 
     @property
@@ -122,6 +134,15 @@ class Runs:
         """Whether there is a loader of validation."""
         owners = [owner for owner in (self.datamodule, self.module) if owner is not None]
         return self.val_loaders is not None or any(is_overridden("val_dataloader", one, DataHooks) for one in owners)
+
+    def run_without_compiler(self) -> None:
+        """Run compiled code as it is written from now on: compiled random layers draw other numbers."""
+        self._eager = True
+
+    @staticmethod
+    def needs_launcher(error: BaseException) -> bool:
+        """Whether an error says that an environment variable or a process group of a launcher is missing."""
+        return any(name in str(error) for name in (*_RANK, _NO_GROUP))
 
     def start(self) -> None:
         """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
@@ -131,6 +152,7 @@ class Runs:
             return
 
         def build(own: Runs, rank: int) -> None:
+            own._attach(PlainTrainer(own.trainer, Progress(), self.trainer.processes))
             own._prepare_data()
             build_once(own.module)
             state = {name: value for name, value in own.module.state_dict().items() if isinstance(value, Tensor)}
@@ -150,6 +172,7 @@ class Runs:
         alone: int | None = None,
         precision: Precision | None = None,
         shares: Shares | None = None,
+        one_batch: bool = False,
     ) -> list[Record]:
         """The verified configuration, in real processes; one record for each rank.
 
@@ -163,6 +186,7 @@ class Runs:
             alone: the global batch size with which one process runs it instead; 0: the Trainer's.
             precision: instead of the Trainer's.
             shares: batch norms normalise these parts of each batch by themselves, as ranks do; None: the whole batch.
+            one_batch: without gradient accumulation.
         """
         directory = self._next()
 
@@ -175,22 +199,26 @@ class Runs:
                 saves=saves,
                 shares=shares,
                 threads=self.local,
+                loaders=own.loaders,
+                describe=plain_attributes,
             )
-            trainer = own._trial(validates, reseeds is not None, alone, alone is not None, compiled=not watched)
-            counting: list[Any] = [one for one in own.trainer.callbacks if isinstance(one, SetsAccumulation)]
+            compiled = not (watched or self._eager)
+            trainer = own._trial(validates, reseeds is not None, alone, alone is not None, compiled)
+            counting: list[Any] = [] if one_batch else own._counting()
             trainer.set_callbacks([*counting, recorder])
             if precision is not None:
                 trainer.precision_plugin = deepcopy(precision)
             recorder.take_logs(trainer)
             start = str(self.directory / _START) if self._built else None
-            trainer.fit(  # type: ignore[attr-defined]
-                own.module,
-                own.loaders,
-                own.val_loaders if validates else None,
-                own.datamodule,
-                ckpt_path=resumes or start,
-                load_weights_only=resumes is None and start is not None,
-            )
+            with _without_compiler() if self._eager else nullcontext():
+                trainer.fit(  # type: ignore[attr-defined]
+                    own.module,
+                    own.loaders,
+                    own.val_loaders if validates else None,
+                    own.datamodule,
+                    ckpt_path=resumes or start,
+                    load_weights_only=resumes is None and start is not None,
+                )
             torch.save(recorder.record, directory / str(rank))
 
         return self._records(rank, 1 if alone is not None else self.trainer.processes, directory)
@@ -230,58 +258,125 @@ class Runs:
         return trainer
 
     def plain(
-        self, precision: Precision, division: Division, watched: frozenset[int] = frozenset(), traced: str = ""
+        self,
+        precision: Precision,
+        division: Division,
+        watched: frozenset[int] = frozenset(),
+        traced: str = "",
     ) -> Record:
         """The plain loop."""
-        directory = self._next()
 
-        def one(own: Runs, rank: int) -> None:
-            own._prepare_data()
+        def loop(own: Runs, division: Division, directory: Path) -> None:
+            loaders = own._place_loaders(division)
             build_once(own.module)
             if self._built:
                 from trainer_kit.checkpoint.read import read_checkpoint
 
                 own.module.load_state_dict(read_checkpoint(self.directory / _START)["model"])
-            loaders = find_loaders("fit", own.loaders, own.module, own.datamodule)
-            trainer = own.trainer
-            trainer.settings = replace(trainer.settings, reproducible=True)
-            record = plain_loop(
-                trainer,
-                own.module,
-                loaders,
-                own.datamodule,
-                precision=deepcopy(precision),
-                steps=self.steps,
-                division=division,
-                watched=watched,
-                traced=traced,
-            )
+            with _without_compiler() if self._eager else nullcontext():
+                record = plain_loop(
+                    own.trainer,
+                    own.module,
+                    loaders,
+                    own.datamodule,
+                    precision=deepcopy(precision),
+                    steps=self.steps,
+                    division=division,
+                    watched=watched,
+                    traced=traced,
+                )
             torch.save(record, directory / "0")
 
-        return self._records(one, 1, directory)[0]
+        return self._single(loop, division)
 
     def order(self, division: Division) -> list[int] | None:
         """The dataset's indices in the order in which one process reads them; None where they are not known."""
-        directory = self._next()
 
-        def one(own: Runs, rank: int) -> None:
-            own._prepare_data()
+        def read(own: Runs, division: Division, directory: Path) -> None:
             trainer, window = own.trainer, own.trainer.accumulation
-            trainer.settings = replace(trainer.settings, reproducible=True)
-            loaders = find_loaders("fit", own.loaders, own.module, own.datamodule)
+            loaders = own._place_loaders(division)
             feeds, limit = feeds_of(trainer, loaders, division)
             size, many = feeds[0].per_rank_batch_size, 1
+            record = Record()
+            if divides_itself(loaders[0]):  # together the places read what one process would
+                record.plan = _read_places(feeds, self.steps * window, limit)
+                torch.save(record, directory / "0")
+                return
             if makes_batches(feeds[0]):
                 many = division.places
             elif size is not None:
                 whole = size * division.places * window
                 trainer.settings = replace(trainer.settings, global_batch_size=whole)
-            alone, _ = feeds_of(trainer, loaders, replace(division, places=1))
-            record = Record()
+            alone, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
             record.plan = _read(alone[0], self.steps * window * many, limit and limit * many)
             torch.save(record, directory / "0")
 
-        return self._records(one, 1, directory)[0].plan
+        return self._single(read, division).plan
+
+    def epochs(self, division: Division) -> Record:
+        """The orders of the first two epochs at the first place."""
+
+        def read(own: Runs, division: Division, directory: Path) -> None:
+            loaders = own._place_loaders(division)
+            feeds, limit = feeds_of(own.trainer, loaders, division)
+            record = Record()
+            record.orders = [_read_epoch(feeds[0], epoch, limit) for epoch in range(2)]
+            record.divides = divides_itself(loaders[0])
+            torch.save(record, directory / "0")
+
+        return self._single(read, division)
+
+    def _single(self, run: Callable[[Runs, Division, Path], None], division: Division) -> Record:
+        """Call ``run`` in one process, again where the module turns out to need other ranks."""
+        directory = self._next()
+        division = replace(division, grouped=self._grouped, joined=self._joined)
+
+        def call(own: Runs, rank: int) -> None:
+            own.trainer.settings = replace(own.trainer.settings, reproducible=True)
+            run(own, division, directory)
+
+        try:
+            return self._records(call, 1, directory)[0]
+        except NeedsJoinError:
+            if self._joined:
+                raise
+            self._joined = True
+        except (RuntimeError, ValueError) as error:
+            if self._grouped or division.world == 1 or _NO_GROUP not in str(error):
+                raise
+            self._grouped = True
+        return self._single(run, division)
+
+    def _place_loaders(self, division: Division) -> list[Any]:
+        """Set module and data up as the first rank does, and return the loaders of each place."""
+        with division.as_rank(0) as rank:
+            self._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
+            self._prepare_data()
+            loaders = find_loaders("fit", self.loaders, self.module, self.datamodule)
+        make = None if self.loaders is not None else partial(self._loaders_of, division)
+        return place_loaders(loaders, division, self.trainer.settings.shard, make)
+
+    def _loaders_of(self, division: Division, place: int) -> Any:
+        """The loaders of another place, from a copy of module and data that is set up as its rank."""
+        memo = {id(vars(self.module).get("_trainer")): None}
+        other = copy(self)
+        with suppress(Exception):  # of any class: user code decides how a copy is made
+            other.module, other.datamodule = deepcopy((self.module, self.datamodule), memo)
+        with preserved_rng(), division.as_rank(place) as rank:
+            other._attach(PlainTrainer(self.trainer, Progress(), division.world, rank))
+            if other.module is not self.module:
+                other._prepare_data()
+            return find_loaders("fit", None, other.module, other.datamodule)
+
+    def _attach(self, trainer: PlainTrainer) -> None:
+        """Let module and data read ``self.trainer``, as in the hooks of a fit."""
+        self.module.trainer = trainer
+        self.trainer.module, self.trainer.datamodule = self.module, self.datamodule
+        if self.datamodule is not None:
+            self.datamodule.trainer = trainer
+
+    def _counting(self) -> list[Any]:
+        return [one for one in self.trainer.callbacks if isinstance(one, SetsAccumulation)]
 
     def _prepare_data(self) -> None:
         for owner in (self.datamodule, self.module):
@@ -298,8 +393,27 @@ class Runs:
         return directory
 
     def _records(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> list[Record]:
-        self._run(fn, ranks)
+        if ranks == 1 or self.local:  # threads are named by those who give them turns
+            self._run(fn, ranks)
+        else:
+            self._run_watched(fn, ranks, directory)
         return [torch.load(directory / str(rank), weights_only=False) for rank in range(ranks)]
+
+    def _run_watched(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> None:
+        """Run processes, and name what they wait for where they do not meet."""
+
+        def watched(own: Runs, rank: int) -> None:
+            watch = WaitWatch(directory, rank, ranks)
+            try:
+                fn(own, rank)
+            finally:
+                watch.stop()
+
+        try:
+            self._run(watched, ranks)
+        except Exception as error:
+            raise_verdict(directory, error)
+            raise
 
     def _run(self, fn: Callable[[Runs, int], None], ranks: int) -> None:
         """Call ``fn`` on every rank, with what it may change: a forked process has all of it, a thread gets copies."""
@@ -322,8 +436,8 @@ class Runs:
         own = copy(self)
         given = self.trainer
         own.trainer = given.for_trial(given.settings)
-        counting = [one for one in given.callbacks if isinstance(one, SetsAccumulation)]
-        memo: dict[int, Any] = {id(vars(self.module).get("trainer")): None, id(given): own.trainer}
+        counting = self._counting()
+        memo: dict[int, Any] = {id(vars(self.module).get("_trainer")): None, id(given): own.trainer}
         try:
             own.module, own.loaders, own.val_loaders, own.datamodule, strategies, callbacks = deepcopy(
                 (
@@ -363,3 +477,40 @@ def _read(feed: Feed, batches: int, limit: int | None) -> list[int] | None:
         if batches == before:
             return found
     return found
+
+
+def _read_places(feeds: Sequence[Feed], batches: int, limit: int | None) -> list[int] | None:
+    """The indices that all places read, a batch of each in turn."""
+    order: list[int] = []
+    epoch = 0
+    while batches > 0:
+        before = batches
+        for row in islice(rows_of(list(feeds), epoch), batches if limit is None else min(batches, limit)):
+            for _, _, ids in row:
+                if ids is None:
+                    return None
+                order += ids
+            batches -= 1
+        epoch += 1
+        if batches == before:
+            break
+    return order
+
+
+def _read_epoch(feed: Feed, epoch: int, limit: int | None) -> list[int] | None:
+    """The first indices of an epoch."""
+    feed.record_indices()
+    order: list[int] = []
+    for _ in islice(feed.epoch(epoch), _EPOCH_BATCHES if limit is None else min(limit, _EPOCH_BATCHES)):
+        ids = feed.next_indices()
+        if ids is None:
+            return None
+        order += ids
+    return order
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """Inside, compiled functions and modules run as they are written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

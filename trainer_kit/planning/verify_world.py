@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Final
 
-from trainer_kit.planning.verify_compare import Finding, Judge
+from trainer_kit.planning.verify_compare import Finding, Judge, same_bits
 from trainer_kit.planning.verify_norms import Shares, rows_of_shares
 from trainer_kit.planning.verify_recorder import Record
 
-__all__ = ["depends", "named", "shares_of"]
+__all__ = ["depends", "named", "same_samples", "shares_of"]
 
 _IGNORED: Final = -100
 """The class that torch's and transformers' losses leave out of their mean."""
@@ -24,6 +24,29 @@ def shares_of(run: Sequence[Record]) -> Shares:
             if micro.ids is not None:
                 found[at].setdefault(record.place, micro.ids)
     return {at: [places[place] for place in sorted(places)] for at, places in found.items()}
+
+
+def same_samples(alone: Record, exact: Record, shares: Shares, step: int) -> bool:
+    """Whether one process has the tensors of the ranks as the rows of its batches.
+
+    Args:
+        alone: one process.
+        exact: the plain loop, which has a batch for each rank.
+        shares: of the ranks.
+        step: that is compared.
+    """
+    for (at, index), micro in alone.micros.items():
+        rows = None if micro.ids is None else rows_of_shares(micro.ids, shares.get((at, index), []))
+        if at != step or rows is None:
+            continue
+        for place, share in enumerate(rows):
+            other = exact.micros.get((step, index * len(rows) + place))
+            for mine, theirs in zip(micro.batch, [] if other is None else other.batch, strict=False):
+                if not mine.ndim or len(mine) != len(micro.ids or ()):
+                    continue
+                if mine[share].shape != theirs.shape or not same_bits(mine[share], theirs.to(mine.dtype)):
+                    return False
+    return True
 
 
 def depends(alone: Record, judge: Judge, shares: Shares, step: int) -> Finding:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -40,6 +41,7 @@ from trainer_kit.step.optimize import ManualStepper
 from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, parameters_of
 from trainer_kit.step.requests import Requests
 from trainer_kit.step.run import Fit
+from trainer_kit.strategies.gathering import gather_with_gradients
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
 from trainer_kit.training.attributes import Argument, Elsewhere, FitLoop, OptimizersOfFit, PredictLoop, missing
@@ -720,17 +722,20 @@ class Session:
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Stack every tensor of ``data`` over the data ranks: shape (ranks, *shape); unchanged for one rank.
 
+        Args:
+            data: a tensor, a number, or a pytree of them.
+            sync_grads: let gradients flow back to the tensors of all ranks, as a contrastive loss needs.
+
         Raises:
             RankError: on every rank, where shapes, dtypes or structure differ.
         """
-        if sync_grads:
-            raise ConfigurationError("all_gather does not carry gradients", fix="pass sync_grads=False")
         data = map_leaves(data, lambda value: torch.tensor(value, device=self.strategy.device), (int, float))
         same_everywhere(self.strategy.data, "all_gather", data)
-        return map_tensors(data, self._gather_one)
-
-    def _gather_one(self, tensor: Tensor) -> Tensor:
-        return tensor if self.strategy.data.size == 1 else self.strategy.data.all_gather(tensor)
+        group = self.strategy.data
+        if group.size == 1:
+            return data
+        gather = partial(gather_with_gradients, group=group) if sync_grads else group.all_gather
+        return map_tensors(data, gather)
 
     # -- files ---------------------------------------------------------------------------------------------------
 
