@@ -20,8 +20,8 @@ from typing import Any, Final, Literal, TypeVar, final, get_args
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.codec import decode
 from trainer_kit.checkpoint.deepspeed import deepspeed_weights, find_deepspeed
+from trainer_kit.checkpoint.encoding import decode, holds_record
 from trainer_kit.checkpoint.files import (
     EXTRA_STATE,
     TENSOR_DTYPES,
@@ -243,7 +243,15 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
     kept = content["hyper_parameters"] = lightning_hparams(content)
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
+    for part in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if isinstance(content.get(part), Mapping):
+            content[part] = {name: _object_or_repr(value) for name, value in content[part].items()}
     return content
+
+
+def _object_or_repr(value: Any) -> Any:
+    """A hyperparameter; its repr if its class is not imported, for the caller to pass it."""
+    return {"repr": repr(value)} if holds_record(value) else value
 
 
 _INDEX: Final = ".safetensors.index.json"

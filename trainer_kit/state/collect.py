@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
-from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import holds_secret, mask_secrets
@@ -56,18 +56,34 @@ def module_state(module: TrainModule, weights: Mapping[str, Any], epoch: int, st
 
 
 def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The hyperparameters as a checkpoint holds them, and the names of those that it holds by a masked repr only."""
+    """The hyperparameters as a checkpoint holds them, and the names of those that it holds by a masked repr only.
+
+    A large module is held by its repr: its weights are in the checkpoint already.
+    """
     plain, refused = {}, []
     for name, value in hparams.items():
-        try:
-            encode(value, {}, at=name, copy=False)
-            held = not holds_secret(value, name)
-        except CheckpointError:
-            held = False
-        plain[name] = value if held else {"repr": repr(mask_secrets(value, name))}
-        if not held:
+        if holds_secret(value, name) or not _can_be_held(value, name):
             refused.append(name)
+            plain[name] = {"repr": repr(mask_secrets(value, name))}
+        else:
+            plain[name] = value
     return plain, refused
+
+
+_LARGE_MODULE: Final = 1 << 20
+"""Bytes of weights above which a module among the hyperparameters is held by its repr."""
+
+
+def _can_be_held(value: Any, name: str) -> bool:
+    if isinstance(value, nn.Module):
+        size = sum(tensor.nbytes for tensor in (*value.parameters(), *value.buffers()))
+        if size > _LARGE_MODULE:
+            return False
+    try:
+        encode(value, {}, at=name, copy=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 def collect(

@@ -302,7 +302,9 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     callbacks = [callback for callback in trainer.callbacks if id(callback) not in kept]
     policy, back, most, left_out = asked.non_finite
     return Guard(
-        lambda: collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False),
+        lambda: trainer.unsaveable.leave_out(
+            collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False)
+        ),
         lambda state: restore(run, state, run.stepper.made, callbacks, datamodule, strict=True),
         raises=policy == "raise",
         back=back,

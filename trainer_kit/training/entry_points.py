@@ -19,7 +19,7 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
-from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
@@ -547,16 +547,21 @@ def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
 def _dry_run(trainer: Session, run: Fit) -> None:
     """Encode the state before the first step, so that state that cannot be saved is an error now.
 
-    This does not call ``on_save_checkpoint``, and does not see state that only training creates.
+    This does not call ``on_save_checkpoint``, whose source is read, and does not see state that only training creates.
     """
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
     state["loaders"] = run.windows.feed.first_state()
-    if run.strategy.sharded:
-        encode(state, {}, copy=False, sharded=True)
-    else:  # rank 0 writes; an engine that gathers its state has it only there
-        on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
+
+    def encode_state(state: Mapping[str, Any]) -> None:
+        if run.strategy.sharded:
+            encode(state, {}, copy=False, sharded=True)
+        else:  # rank 0 writes; an engine that gathers its state has it only there
+            on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
+
+    owners = [owner for owner in (*trainer.callbacks, trainer.datamodule, trainer.module) if owner is not None]
+    trainer.unsaveable.check(state, owners, encode_state)
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.say(
