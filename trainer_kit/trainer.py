@@ -295,6 +295,7 @@ class Trainer(Session):
         self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
         self.hang_timeout = chosen_timeout(hang_timeout)
         self.async_save, self.recomputes = async_save, activation_checkpointing
+        self.on_unsaveable = on_unsaveable
         self.unsaveable = Unsaveable(on_unsaveable == "drop", self.say)
         self.barebones, self.fast_dev_run = barebones, fast_dev_run
         self.set_callbacks(

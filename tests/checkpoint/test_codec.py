@@ -198,7 +198,7 @@ REFUSED = {
     "function": (lambda: None, "function"),
     "class": (random.Random, "random.Random"),
     "module": (local_module(), "Local"),
-    "parallel": (nn.DataParallel(torch.fx.symbolic_trace(nn.ReLU())), "GraphModule"),
+    "traced": (torch.fx.symbolic_trace(nn.ReLU()), "GraphModule"),
     "object": (object(), "object"),
     "exception": (ValueError("x"), "ValueError"),
     "generator": ((i for i in ()), "generator"),

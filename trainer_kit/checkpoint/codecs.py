@@ -372,8 +372,8 @@ def why_not_module(kind: type[nn.Module]) -> str | None:
 def module_to_plain(module: nn.Module) -> dict[str, Any]:
     """The state of a module from which `module_from_plain` makes one, without its class."""
     defaults = vars(nn.Module())
-    read_state: Any = getattr(module, "__getstate__", None)
-    state: dict[str, Any] = vars(module) if read_state is None else dict(read_state())
+    reader: Any = inspect.getattr_static(type(module), "__getstate__", None)  # Python 3.10 has no default
+    state: dict[str, Any] = vars(module) if reader is None else dict(reader(module))
     attributes = {
         name: value
         for name, value in state.items()

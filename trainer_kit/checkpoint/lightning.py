@@ -19,6 +19,7 @@ from trainer_kit.checkpoint.files import EXTRA_STATE, tensors_of, torch_load
 from trainer_kit.checkpoint.read import OF_A_RUN
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location
+from trainer_kit.core.state_names import without_wrappers
 
 __all__ = ["BY_POSITION", "import_lightning", "lightning_hparams", "to_lightning"]
 
@@ -69,7 +70,7 @@ def import_lightning(file: str | os.PathLike[str], target: str | os.PathLike[str
         raise CheckpointError(
             source, None, f"not a checkpoint of Lightning: it has no {_VERSION!r}", fix="read it with read_weights"
         )
-    weights = content["state_dict"]
+    weights = without_wrappers(content["state_dict"])
     extra = {name: value for name, value in weights.items() if str(name).endswith(EXTRA_STATE)}
     state: dict[str, Any] = {
         "model": {**tensors_of(source, weights, source.stat().st_size), **extra},

@@ -52,6 +52,7 @@ from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
+from trainer_kit.core.state_names import without_wrappers
 
 __all__ = [
     "ExportFormat",
@@ -385,9 +386,11 @@ def export(
     weights: dict[str, Any]
     if kind == "lightning":
         held = {"state_dict": checkpoint} if isinstance(checkpoint, Mapping) else _read(locate(checkpoint), "cpu", None)
+        held["state_dict"] = without_wrappers(held["state_dict"])
         weights = to_lightning(held)
     else:
-        weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+        found = checkpoint if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+        weights = dict(without_wrappers(found))
     if kind in ("huggingface", "safetensors"):
         _check_dtypes("the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights)
     work = hidden_path(path, "tmp")

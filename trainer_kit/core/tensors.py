@@ -21,23 +21,12 @@ __all__ = [
     "map_movable",
     "move_to_device",
     "sequence_like",
-    "state_name",
     "tensors_of",
     "to_float32",
 ]
 
 # Copies to these devices always block; a non-blocking copy to mps has given wrong values.
 BLOCKING = ("cpu", "mps")
-
-
-def state_name(name: str) -> str:
-    """The name in ``state_dict()`` of a parameter: torch's wrapper of activation checkpointing leaves its own name out.
-
-    Example:
-        >>> state_name("blocks.0._checkpoint_wrapped_module.weight")
-        'blocks.0.weight'
-    """
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = True) -> Any:

@@ -15,6 +15,7 @@ from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.launch.processes import no_garbage_in_forks
 from trainer_kit.planning.verify_compare import Finding, Judge, Point, compare_order, compare_samples, same_bits
 from trainer_kit.planning.verify_operations import first_other
@@ -119,6 +120,7 @@ def verify(
     local: bool = False,
 ) -> Verification:
     """See `Trainer.verify`."""
+    module = uncompiled(module)
     check_module(module, "fit")
     _refuse(trainer, steps)
     if local:

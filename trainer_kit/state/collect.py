@@ -16,7 +16,7 @@ from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.tensors import state_name
+from trainer_kit.core.state_names import names_in, plain_state, state_name
 from trainer_kit.state.optimizer_states import (
     add_groups,
     changed_flags,
@@ -26,6 +26,7 @@ from trainer_kit.state.optimizer_states import (
     restore_flags,
     restore_optimizer,
     restore_scheduler,
+    without_wrapper_names,
 )
 from trainer_kit.step.optimizers import Optimizers
 from trainer_kit.step.run import Fit
@@ -184,7 +185,7 @@ def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor
     """
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
-    kept = module.state_dict()
+    kept = plain_state(module)
     buffers = ((state_name(name), buffer) for name, buffer in module.named_buffers(remove_duplicate=False))
     own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
     return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
@@ -235,6 +236,7 @@ def restore(
     fail_together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
+    state = {**state, "optimizer_states": [without_wrapper_names(saved) for saved in state["optimizer_states"]]}
     _restore_training(run, state, made)
 
     def restore_loaders() -> None:
@@ -336,7 +338,7 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
             run.say(f"resuming {differs}: random layers draw different numbers")
     with fitting("buffers"):
         if "buffers" in state and differs is None:
-            run.module.load_state_dict(state["buffers"][rank], strict=False)
+            run.module.load_state_dict(names_in(run.module, state["buffers"][rank]), strict=False)
 
 
 @contextmanager

@@ -465,8 +465,11 @@ def _wrap(trainer: Session, module: TrainModule, manual: bool, feed: Feed) -> tu
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
-    if trainer.compile_options is not None and not trainer.compile_regional:
-        method = torch.compile(method, **trainer.compile_options)
+    compiler = trainer.compiler
+    if trainer.compile_options is not None:
+        compiler = None if trainer.compile_regional else partial(torch.compile, **trainer.compile_options)
+    if compiler is not None:
+        method = compiler(method)
         # `log` cannot be traced into a graph; `EntryPoint` removes this override.
         for part in module.own_modules():
             part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
@@ -506,8 +509,9 @@ def _micro(
     )
     several, precision = stepper.several, trainer.precision_plugin
     micro = MicroBatches(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
+    compiles = trainer.compile_options is not None or trainer.compiler is not None
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
-    if trainer.compile_options is not None:  # a compiled step may reuse the memory of its last loss
+    if compiles:  # a compiled step may reuse the memory of its last loss
         micro.always_unusual = True
     micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
     stepper.window = micro

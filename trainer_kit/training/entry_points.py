@@ -39,6 +39,7 @@ from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.states import TrainerStatus
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
@@ -104,10 +105,12 @@ class EntryPoint:
         self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
         self.is_set_up = is_set_up
         self.fitted = model is None
-        self.module = trainer.module if model is None else model
+        self.module = trainer.module if model is None else uncompiled(model)
         if self.module is None:
             raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
         check_module(self.module, stage)
+        is_compiled = model is not None and self.module is not model
+        trainer.compiler = model.dynamo_ctx if is_compiled else None
         self.unwinding = Teardown()
         self.bus: Bus
         self._before = trainer.callbacks
@@ -621,7 +624,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     if stage == "fit":
         count_fit()
         trainer.continues = False
-    module = trainer.module if model is None else model
+    module = trainer.module if model is None else uncompiled(model)
     module.load_state_dict(made["weights"])
     trainer.module = module
     trainer.progress.load_state_dict(made["progress"])

@@ -90,6 +90,7 @@ class Session:
         switches: process-wide settings of torch that an entry point sets.
         compile_options: options of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
+        compiler: compiles ``training_step`` as the user has compiled the module of this entry point, or None.
         recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
         unsaveable: what happens to values that checkpoints cannot hold.
@@ -103,6 +104,7 @@ class Session:
     switches: dict[str, Any]
     compile_options: dict[str, Any] | None
     compile_regional: bool
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     recomputes: bool | Policy
     async_save: bool
     unsaveable: Unsaveable
