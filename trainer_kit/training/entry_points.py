@@ -46,7 +46,7 @@ from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
-from trainer_kit.state.resume import Search, holds_weights, load_weights, read_rest, read_start
+from trainer_kit.state.resume import Search, compare_hparams, holds_weights, load_weights, read_rest, read_start
 from trainer_kit.state.runs import (
     KeepsCheckpoints,
     call_optional,
@@ -370,6 +370,9 @@ class EntryPoint:
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
         trainer.say(found.replace("{step}", str(trainer.progress.step), 1))
+        difference = compare_hparams(self.module.hparams, state)
+        if difference is not None:
+            trainer.say(difference)
         if trainer.progress.epoch_batch and state.get("seed", files.data_seed) != files.data_seed:
             trainer.say(
                 f"Trainer(seed={files.seed}) changes the order of the data inside an epoch: samples that the"
@@ -417,11 +420,14 @@ class EntryPoint:
             trainer.say(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
         sharded = trainer.strategy.sharded  # each rank then loads only its shards, so placement comes first
+        difference = None
         if path is not None and not sharded:
-            load_weights(module, path, self.bus, trainer.strategy)
+            difference = load_weights(module, path, self.bus, trainer.strategy)
         trainer.strategy.place_module(module, trainer.precision_plugin)
         if path is not None and sharded:
-            load_weights(module, path, self.bus, trainer.strategy)
+            difference = load_weights(module, path, self.bus, trainer.strategy)
+        if difference is not None:
+            trainer.say(difference)
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
