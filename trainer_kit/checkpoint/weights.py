@@ -363,7 +363,7 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint is damaged, the target exists or cannot be written, a tensor has a dtype
-            that safetensors does not hold, or Lightning's file would hold a value that is not plain.
+            that safetensors does not hold.
         ConfigurationError: the format or the size is invalid.
 
     Example:
