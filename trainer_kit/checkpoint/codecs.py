@@ -266,8 +266,8 @@ def codec_named(name: str) -> Codec | None:
 _PLAIN_KINDS: Final = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None), object)
 _TORCH_KINDS: Final = (nn.Module, Optimizer, LRScheduler, Tensor, Enum)
 _FUNCTIONS_OF: Final = ("torch.nn.functional", "torch.nn.init", "torchmetrics.utilities.data", "torchmetrics.metric")
-_STATE_SETTERS: Final = ("torch.nn.modules", "torchmetrics")
-"""The modules whose ``__setstate__`` of a module is called."""
+_STATE_SETTERS: Final = ("torch.nn.modules", "torch._dynamo.mutation_guard", "torchmetrics")
+"""The modules whose ``__setstate__`` of a module is called; the second one replaces torch's once something compiles."""
 _LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}) - {"__main__"}
 
 
