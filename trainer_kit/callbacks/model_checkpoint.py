@@ -139,10 +139,7 @@ class ModelCheckpoint(Callback):
                 found=f"save_top_k={save_top_k}, monitor={monitor!r}",
                 fix="pass the name of the logged value to compare as monitor=" if save_top_k > 1 else None,
             )
-        if also not in (None, "lightning"):
-            raise ConfigurationError(
-                'also= is "lightning" or None', found=f"also={also!r}", fix="see tk.checkpoint.export for other formats"
-            )
+        _check_also(also)
         self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -430,6 +427,13 @@ def _is_finite(trainer: TrainerLike, module: ModuleLike) -> bool:
     """Whether all parameters are finite, on all ranks; the answer is the same on every rank."""
     finite, world = are_finite(module.parameters()), trainer.strategy.world
     return finite if world.size == 1 else all(row[0] for row in world.agree([finite]))
+
+
+def _check_also(also: Any) -> None:
+    if also not in (None, "lightning"):
+        raise ConfigurationError(
+            'also= is "lightning" or None', found=f"also={also!r}", fix="see tk.checkpoint.export for other formats"
+        )
 
 
 def _later(score: float, than: float) -> bool:
