@@ -71,8 +71,7 @@ FOREIGN_MEMBERS = {
         sched_getaffinity sysconf target targets""",
     "torch, by its version, its device, the class of a layer, or whether a tensor is a DTensor": """
         _clear_DTensor_sharding_propagator_cache
-        _metadata _num_yielded _orig_mod _reset_parameters _schedulers _step_count _torchdynamo_orig_callable
-        _unsharded_param
+        _metadata _num_yielded _reset_parameters _schedulers _step_count _torchdynamo_orig_callable _unsharded_param
         all_gather_single_autograd base_lrs chunks device_mesh full_tensor hip in_order is_initialized
         max_memory_allocated mem_get_info options placements reset_iter_state reset_parameters
         reset_peak_memory_stats reshard set_requires_gradient_sync to_local total_steps wait worker_method""",

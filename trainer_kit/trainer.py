@@ -35,6 +35,7 @@ from trainer_kit.hang.hang_timeout import chosen_timeout
 from trainer_kit.hang.hang_watchdog import hang_watchdog
 from trainer_kit.precision.precision import Precision
 from trainer_kit.report.trainer_report import TrainerReport
+from trainer_kit.state.unsaveable import Unsaveable
 from trainer_kit.step.evaluate import Evaluation, evaluate, predict
 from trainer_kit.step.requests import listening
 from trainer_kit.step.run import Fit
@@ -145,6 +146,9 @@ class Trainer(Session):
         loss_weighting: False averages the means of micro-batches and ranks without weights, as other libraries do.
         async_save: write checkpoints in the background; training waits only for a copy of the state in host memory.
             False needs no memory for the copy, but training waits for the storage.
+        on_unsaveable: ``"raise"``: a value of a callback, a datamodule or ``on_save_checkpoint`` that no checkpoint can
+            hold is an error before the first step; ``"drop"``: it is left out of checkpoints, and a line names it. What
+            only a later save sees is left out with a line in both cases (see `tk.checkpoint.codec`).
         reproducible_workers: seed the random numbers that a dataset draws for a sample by seed, epoch and sample, so
             that augmentations are the same with any number of workers, including none.
         hang_timeout: seconds (or a duration such as ``"5min"``) without progress after which a fit ends with exit code
@@ -219,6 +223,7 @@ class Trainer(Session):
         global_batch_size: int | None = None,
         loss_weighting: bool = True,
         async_save: bool = True,
+        on_unsaveable: str = "raise",
         reproducible_workers: bool = False,
         hang_timeout: DurationLike | bool | None = None,
         activation_checkpointing: bool | Policy = False,
@@ -253,7 +258,7 @@ class Trainer(Session):
             global_batch_size=global_batch_size,
             reproducible=reproducible_workers,
         )
-        check_switches(deterministic, compile, seed, num_nodes)
+        check_switches(deterministic, compile, seed, num_nodes, on_unsaveable)
         environment = Environment.detect()
         accelerator, precision, accumulation, self.origins = with_launchers(
             accelerator, precision, accumulate_grad_batches, callbacks
@@ -290,6 +295,8 @@ class Trainer(Session):
         self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
         self.hang_timeout = chosen_timeout(hang_timeout)
         self.async_save, self.recomputes = async_save, activation_checkpointing
+        self.on_unsaveable = on_unsaveable
+        self.unsaveable = Unsaveable(on_unsaveable == "drop", self.say)
         self.barebones, self.fast_dev_run = barebones, fast_dev_run
         self.set_callbacks(
             [

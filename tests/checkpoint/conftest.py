@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit.checkpoint.codec import decode, encode
 from trainer_kit.checkpoint.commit import write_checkpoint
+from trainer_kit.checkpoint.encoding import decode, encode
 from trainer_kit.checkpoint.files import read_tensors, safetensors_bytes, write_file
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer_kit.checkpoint.codec import decode, encode
+from trainer_kit.checkpoint.encoding import decode, encode
 from trainer_kit.checkpoint.files import TENSOR_DTYPES
 
 ALL_DTYPES = [

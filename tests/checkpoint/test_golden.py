@@ -29,7 +29,7 @@ from trainer_kit.checkpoint import (
     write_checkpoint,
     write_sharded,
 )
-from trainer_kit.checkpoint.codec import EnumRecord
+from trainer_kit.checkpoint.encoding import EnumRecord
 from trainer_kit.checkpoint.manifest import dump_manifest
 from trainer_kit.checkpoint.read import is_complete, read_info
 from trainer_kit.core.errors import CheckpointError

@@ -156,3 +156,80 @@ def test_a_name_that_is_not_an_argument_is_named():
         Owner("rat")
     with pytest.raises(ConfigurationError, match="'rate'"):
         Owner("rate", ignore="rate")
+
+
+class SavesAll(HParamsMixin):
+    def __init__(self, net=None, lr=0.1, key="k"):
+        self.save_hyperparameters()
+
+
+class IgnoresNet(SavesAll):
+    def __init__(self, net=None, lr=0.1, key="k"):
+        super().__init__(net, lr, key)
+        self.save_hyperparameters(ignore="net")
+
+
+class IgnoresKeyToo(IgnoresNet):
+    def __init__(self, net=None, lr=0.1, key="k", extra=1):
+        super().__init__(net, lr, key)
+        self.save_hyperparameters(ignore=["key"])
+
+
+class SavesAgain(IgnoresNet):
+    def __init__(self, net=None, lr=0.1, key="k"):
+        super().__init__(net, lr, key)
+        self.save_hyperparameters()
+
+
+class NamesIt(IgnoresNet):
+    def __init__(self, net=None, lr=0.1, key="k"):
+        super().__init__(net, lr, key)
+        self.save_hyperparameters("net")
+
+
+class Mixin:
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.save_hyperparameters(ignore=["lr"])
+
+
+class Mixed(Mixin, IgnoresNet):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (IgnoresNet, {"lr", "key"}),
+        (IgnoresKeyToo, {"lr", "extra"}),
+        (SavesAgain, {"lr", "key"}),
+        (NamesIt, {"net", "lr", "key"}),
+    ],
+)
+def test_what_any_class_ignores_is_left_out_unless_it_is_named(kind, names):
+    owner = kind("net")
+    assert set(owner.hparams) == names
+    assert set(owner.hparams_initial) == names
+
+
+def test_a_mixin_ignores_what_a_base_class_saves():
+    assert "lr" not in Mixed("net").hparams
+    assert "net" not in Mixed("net").hparams
+
+
+def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called(tmp_path):
+    omegaconf = pytest.importorskip("omegaconf")
+    from trainer_kit.checkpoint.encoding import decode, encode
+
+    config = omegaconf.OmegaConf.create({"lr": 0.1, "sizes": [1, 2], "twice": "${lr}", "net": {"width": "${sizes[1]}"}})
+    again = decode(encode({"cfg": config, "net": config.net, "sizes": config.sizes}, {}), {})
+    assert type(again["cfg"]) is omegaconf.DictConfig
+    assert again["cfg"].twice == 0.1
+    assert again["net"].width == 2
+    assert type(again["sizes"]) is omegaconf.ListConfig
+    called = []
+    omegaconf.OmegaConf.register_new_resolver("call", called.append)
+    hostile = decode({"$": "object", "v": ["omegaconf", {"a": "${call:1}", "b": [{"c": "${oc.env:HOME}"}]}]}, {})
+    assert hostile.a == "${call:1}"
+    assert hostile.b[0].c == "${oc.env:HOME}"
+    assert called == []

@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 
 from tests.data.streaming import Endless, Resetting, Rewinding, Sharded
-from trainer_kit.checkpoint.codec import decode, encode
+from trainer_kit.checkpoint.encoding import decode, encode
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.data import EMPTY, CombinedLoader, Feed

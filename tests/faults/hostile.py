@@ -21,10 +21,11 @@ import struct
 import sys
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,10 @@ class Keeps(tk.Callback):
             "dates": np.array(["2020-01-01"], "M8[D]"),
             "complex tensor": torch.ones(2, dtype=torch.complex64),
             "tensor": torch.arange(4),
+            "module": torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU()),
+            "class": torch.nn.ReLU,
+            "partial": partial(torch.optim.SGD, lr=0.1),
+            "deque": deque([1], maxlen=2),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -142,6 +147,7 @@ class Evil:
 
 TAGS = ["int", "float", "bytes", "bytearray", "complex", "dtype", "device", "size", "timedelta", "path", "numpy"]
 TAGS += ["tuple", "set", "frozenset", "dict", "OrderedDict", "Counter", "enum", "tensor", "array", "None", "object"]
+TAGS += ["name", "dataclass", "namedtuple", "module", "partial"]
 DTYPES = [
     "O",
     "object",
@@ -157,6 +163,19 @@ DTYPES = [
     "x" * 99,
 ]
 NAMES = ["../outside/secret", "..", ".", "", "/etc/passwd", "a/b", "a\\b", "\0", "a\0b", "\ud800", "\x1b[2J", "x" * 300]
+PATHS = [
+    "os.system",
+    "subprocess.Popen",
+    "eval",
+    "torch.load",
+    "torch.hub.load",
+    "torch.relu",
+    "int",
+    "antigravity.fly",
+]
+PATHS += ["torch.nn.modules.linear.Linear", "torch.nn.modules.container.Sequential", "torch.optim.sgd.SGD"]
+PATHS += ["fractions.Fraction", "range", "collections.deque", "collections.defaultdict", "torch._C.Generator"]
+PATHS += ["trainer_kit.checkpoint.commit.remove_checkpoint", "torch.fx.graph_module.GraphModule", "__main__.Evil"]
 NAMES += ["manifest.json", "state.json", "model.safetensors", ".lock", "-", "con", "é", "a\nb", "_dynamo", "os", "load"]
 
 
@@ -214,6 +233,10 @@ def record(draw: random.Random, depth: int = 0) -> Any:
             "cuda:99999999999999999999",
             [[nasty(draw, depth + 1), 1]],
             [10**18, 10**18],
+            draw.choice(PATHS),
+            [draw.choice(PATHS), nasty(draw, depth + 1)],
+            [draw.choice(PATHS), record(draw, depth + 1) if depth < 3 else {}],
+            [{"$": "name", "v": draw.choice(PATHS)}, [nasty(draw, depth + 1)], {}],
         ]
     )
     made = {"$": tag, "v": value}

@@ -251,9 +251,12 @@ def test_two_callbacks_with_one_name_for_their_state_are_refused():
 
 
 def test_hyperparameters_that_cannot_be_stored_become_their_repr():
-    plain, refused = plain_hparams({"lr": 0.1, "shape": (1, 2), "activation": torch.relu, "none": None})
-    assert plain == {"lr": 0.1, "shape": (1, 2), "activation": {"repr": repr(torch.relu)}, "none": None}
-    assert refused == ["activation"]
+    large = torch.nn.Linear(1024, 1024)  # its weights are in the checkpoint already
+    hparams = {"lr": 0.1, "shape": (1, 2), "activation": torch.relu, "load": torch.load, "net": large}
+    plain, refused = plain_hparams(hparams)
+    reprs = {"load": {"repr": repr(torch.load)}, "net": {"repr": repr(large)}}
+    assert plain == {"lr": 0.1, "shape": (1, 2), "activation": torch.relu, **reprs}
+    assert refused == ["load", "net"]
 
 
 def test_groups_and_parameters_in_another_order_get_their_own_state():

@@ -33,6 +33,7 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import absolute
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
+from trainer_kit.core.state_names import load_module_weights, named_state, names_in, plain_state
 from trainer_kit.data.sources import has_state
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.collect import own_buffers, ranks_differ, without_own_buffers
@@ -295,7 +296,7 @@ class Checkpoints:
                 if _part(i) not in state:
                     raise _no_weights(path, i, unwrap(model))
                 if "assign" in load_options and not (self._strategy.sharded or self._strategy.owns_step):
-                    unwrap(model).load_state_dict(state[_part(i)], **load_options)
+                    load_module_weights(unwrap(model), state[_part(i)], **{"strict": True, **load_options})
                 else:
                     strict = bool(load_options.get("strict", True))
                     self._strategy.load_module_state(unwrap(model), state[_part(i)], strict)
@@ -313,7 +314,8 @@ class Checkpoints:
             kept = state["buffers"][self._processes.process_index] if "buffers" in state else []
             for model, buffers in zip(self._prepared.models, kept, strict=False):
                 if loaded(model):
-                    unwrap(model).load_state_dict(buffers, strict=False)
+                    inner = unwrap(model)
+                    inner.load_state_dict(names_in(inner, buffers), strict=False)
         else:
             self._processes.print(f"resuming {differs}: random layers draw different numbers")
         version: str | None = state["progress"].get("version")
@@ -436,7 +438,7 @@ class Checkpoints:
             whole = self._strategy.module_state(inner)
             return _on_cpu(whole) if self._processes.is_main_process else {}
         if not self._strategy.sharded:
-            return dict(own.state_dict())
+            return plain_state(own)
         found = fail_together(self._world, lambda: self._strategy.module_state(own))
         everywhere = self._strategy.names_on_all_ranks()
         tied = tied_names(found)
@@ -685,7 +687,7 @@ def _load_deepspeed(
             _place(path, content, called)
             _restore(path, content, strategy, optimizer, groups, names, called, say)
         weights.update({name: value for name, value in content.weights.items() if name not in absent})
-        for name, parameter in model.named_parameters(remove_duplicate=False) if content.placed else ():
+        for name, parameter in named_state(model).items() if content.placed else ():
             weights[name] = weights[names[id(parameter)]]  # a shared parameter has one master weight
 
     fail_together(world, fill)

@@ -13,6 +13,7 @@ from torch import nn
 from trainer_kit.accelerator.fabric_module import FabricModule
 from trainer_kit.compat.options import TorchDynamoPlugin
 from trainer_kit.core.errors import ConfigurationError
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.tensors import map_tensors, to_float32
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.adaptive_ddp import AdaptiveDDP
@@ -88,12 +89,6 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
     if not keep_fp32_wrapper and isinstance(model.__dict__.get("forward"), _Forward):
         del model.__dict__["forward"]
     return model
-
-
-def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model inside ``torch.compile``, with the strategy's wrapper; return other models unchanged."""
-    inner = getattr(model, "_orig_mod", None)
-    return inner if isinstance(inner, nn.Module) else model
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from string import Formatter
 from threading import Lock
 from typing import Any, Final, final
 
+from trainer_kit.callbacks.lightning_files import remove_lightning_file, write_lightning_file
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_kit.core.location import Location, absolute, is_url, locate
 from trainer_kit.core.protocols import TrainerLike
@@ -362,6 +363,7 @@ class CheckpointFiles:
         name_of: makes a path from values and a version; set by the callback.
         first_version: the first number of the version counter.
         alias: makes another name of the newest checkpoint in the index, or None.
+        also_lightning: whether a file that Lightning reads is written beside each checkpoint.
     """
 
     def __init__(
@@ -379,6 +381,7 @@ class CheckpointFiles:
         self.next_try: Callable[[], str] = str
         self.name_of: Callable[..., str] = name
         self.first_version = 1
+        self.also_lightning = False
         self.alias: CheckpointName | None = None
         self._aliases: dict[str, str] = {}  # by path, until it is durable
         self._marked = ""
@@ -521,7 +524,8 @@ class CheckpointFiles:
         self._marked = alias
         names: dict[str, str | None] = {before: None} if before else {}
         names |= {name: value for name, value in ((alias, path), ("last", path), ("best", best)) if name and value}
-        return self._delete_replaced(path, ready, names)
+        problem = write_lightning_file(path) if self.also_lightning and self._is_zero else None
+        return self._delete_replaced(path, ready, names) or problem
 
     def _delete_replaced(self, path: str, ready: list[str], names: Mapping[str, str | None]) -> str | None:
         """Point ``names`` of the index at checkpoints, then delete those that the durable ``path`` replaced.
@@ -541,6 +545,8 @@ class CheckpointFiles:
             for old in ready:
                 if locate(old).exists() and not any(other.retention.holds(old) for other in self._others):
                     remove_checkpoint(old)
+                    if any(files.also_lightning for files in (self, *self._others)):
+                        remove_lightning_file(old)
         except (CheckpointError, OSError) as error:
             self.retention.put_off(path, [old for old in ready if _may_exist(old)])
             return f"after saving {path}: {error}"

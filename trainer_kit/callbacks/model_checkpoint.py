@@ -24,7 +24,7 @@ from trainer_kit.callbacks.conditions import (
 )
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 from trainer_kit.core.hooks import Callback
-from trainer_kit.core.location import absolute, locate
+from trainer_kit.core.location import absolute, is_url, locate
 from trainer_kit.core.progress import DurationLike
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
 from trainer_kit.core.signatures import leave_out
@@ -72,6 +72,9 @@ class ModelCheckpoint(Callback):
         save_on_train_epoch_end: True: at the end of training epochs; False: after validation; None: after validation
             if there is any, else at the end of epochs.
         enable_version_counter: append ``-v1``, … to a name in use; False overwrites.
+        also: ``"lightning"``: after each checkpoint, write a file beside it that ``torch.load(weights_only=True)`` and
+            Lightning read, named ``f"{best_model_path}.ckpt"``, and delete it with the checkpoint. The writer thread
+            reads the whole checkpoint into host memory for it. Objects become plain data in it.
 
     Raises:
         ConfigurationError: for arguments that do not fit together, for a URL without an installed file system, and if
@@ -126,6 +129,8 @@ class ModelCheckpoint(Callback):
         every_n_epochs: DurationLike | None = None,
         save_on_train_epoch_end: bool | None = None,
         enable_version_counter: bool = True,
+        *,
+        also: Literal["lightning"] | None = None,
     ) -> None:
         watched = Monitor(monitor or "", mode, "ModelCheckpoint")
         if save_top_k < -1 or (monitor is None and save_top_k > 1):
@@ -134,6 +139,7 @@ class ModelCheckpoint(Callback):
                 found=f"save_top_k={save_top_k}, monitor={monitor!r}",
                 fix="pass the name of the logged value to compare as monitor=" if save_top_k > 1 else None,
             )
+        _check_also(also)
         self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
         self.auto_insert_metric_name = auto_insert_metric_name
         self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
@@ -158,6 +164,8 @@ class ModelCheckpoint(Callback):
             versions=enable_version_counter,
             ranked=monitor is not None,
         )
+        self.also = also
+        self._files.also_lightning = also == "lightning"
         self._score: float | None = None
         # The next count of steps (batches, …) and of epochs at which a checkpoint is due.
         self._counter, self._next, self._next_epoch = "step", math.inf, math.inf
@@ -265,6 +273,12 @@ class ModelCheckpoint(Callback):
         last = self.CHECKPOINT_NAME_LAST
         self._files.alias = None if last == "last" else CheckpointName(last, self.auto_insert_metric_name)
         self._files.open(trainer, (files for files in others if files is not self._files))
+        if self.also is not None and self.dirpath is not None and is_url(self.dirpath):
+            raise ConfigurationError(
+                'ModelCheckpoint(also="lightning") writes to local directories only',
+                found=self.dirpath,
+                fix="pass a local dirpath=, or run trainer-kit checkpoint export on a copy",
+            )
 
     def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if not self._active:
@@ -413,6 +427,13 @@ def _is_finite(trainer: TrainerLike, module: ModuleLike) -> bool:
     """Whether all parameters are finite, on all ranks; the answer is the same on every rank."""
     finite, world = are_finite(module.parameters()), trainer.strategy.world
     return finite if world.size == 1 else all(row[0] for row in world.agree([finite]))
+
+
+def _check_also(also: Any) -> None:
+    if also not in (None, "lightning"):
+        raise ConfigurationError(
+            'also= is "lightning" or None', found=f"also={also!r}", fix="see tk.checkpoint.export for other formats"
+        )
 
 
 def _later(score: float, than: float) -> bool:

@@ -15,7 +15,8 @@ from torch.optim.swa_utils import SWALR, get_ema_multi_avg_fn, get_swa_multi_avg
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
-from trainer_kit.core.tensors import local, state_name
+from trainer_kit.core.state_names import plain_state, state_name
+from trainer_kit.core.tensors import local
 from trainer_kit.strategies.state import part_of
 
 __all__ = ["Averages", "EMAWeightAveraging", "StochasticWeightAveraging", "WeightAveraging"]
@@ -91,7 +92,7 @@ class Averages:
         named: list[tuple[str, Tensor]] = [(state_name(name), parameter) for name, parameter in parameters]
         owners: dict[str, nn.Module] = {}
         if self._use_buffers:
-            saved = module.state_dict()
+            saved = plain_state(module)
             buffers = [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if state_name(n) in saved]
             owners = {state_name(name): module.get_submodule(name.rpartition(".")[0]) for name, _ in buffers}
             named += [(state_name(name), buffer) for name, buffer in buffers]

@@ -8,6 +8,7 @@ from trainer_kit.core.lazy import lazy_names
 
 if TYPE_CHECKING:
     from trainer_kit.checkpoint.background import HostBuffers
+    from trainer_kit.checkpoint.codecs import codec
     from trainer_kit.checkpoint.commit import write_checkpoint
     from trainer_kit.checkpoint.compare import Difference, diff
     from trainer_kit.checkpoint.lightning import import_lightning
@@ -30,6 +31,7 @@ __all__ = [
     "Repair",
     "ShardedSnapshot",
     "checkpoints",
+    "codec",
     "diff",
     "export",
     "import_lightning",
@@ -53,6 +55,7 @@ _HOME = {
     **dict.fromkeys(("export", "read_weights"), "weights"),
     **dict.fromkeys(("read_checkpoint", "verify_checkpoint"), "read"),
     "HostBuffers": "background",
+    "codec": "codecs",
     "import_lightning": "lightning",
     "write_checkpoint": "commit",
 }

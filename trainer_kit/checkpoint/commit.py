@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
-from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.checkpoint.files import (
     checksum,
     make_directories,
@@ -164,7 +164,7 @@ def write_checkpoint(
     Args:
         path: the directory to make, or its URL; missing parents are made.
         state: parts by name. The tensors of the part ``model`` go to ``model.safetensors``, and so on; all other
-            values go to ``state.json``. `trainer_kit.checkpoint.codec.encode` lists the types that can be saved.
+            values go to ``state.json``. `trainer_kit.checkpoint.encoding.encode` lists the types that can be saved.
         info: small plain data for the manifest, such as ``{"step": 1200, "epoch": 3}``.
         overwrite: replace an existing checkpoint. The old one stays whole until the new one is durable.
         staged: from `stage`: the files in this directory become part of the checkpoint.

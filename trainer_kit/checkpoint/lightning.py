@@ -17,8 +17,10 @@ from torch import Tensor
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import EXTRA_STATE, tensors_of, torch_load
 from trainer_kit.checkpoint.read import OF_A_RUN
+from trainer_kit.checkpoint.torch_plain import as_plain
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location
+from trainer_kit.core.state_names import without_wrappers
 
 __all__ = ["BY_POSITION", "import_lightning", "lightning_hparams", "to_lightning"]
 
@@ -69,7 +71,7 @@ def import_lightning(file: str | os.PathLike[str], target: str | os.PathLike[str
         raise CheckpointError(
             source, None, f"not a checkpoint of Lightning: it has no {_VERSION!r}", fix="read it with read_weights"
         )
-    weights = content["state_dict"]
+    weights = without_wrappers(content["state_dict"])
     extra = {name: value for name, value in weights.items() if str(name).endswith(EXTRA_STATE)}
     state: dict[str, Any] = {
         "model": {**tensors_of(source, weights, source.stat().st_size), **extra},
@@ -149,6 +151,9 @@ def _optimizer_by_group(saved: Mapping[str, Any]) -> dict[str, Any]:
 def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     """The content of a Lightning file: ``load_from_checkpoint`` and ``fit(ckpt_path=...)`` of Lightning 2 read it.
 
+    Objects become plain data, and classes and functions their import path, so that ``torch.load(weights_only=True)``
+    reads the file.
+
     Args:
         state: the parts of a checkpoint, with its weights under ``state_dict``; weights alone are enough.
     """
@@ -171,7 +176,7 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
             **({_SCALE[0]: state["precision"]} if state["precision"] else {}),
             **{name: state[name] for name in ("averaging_state", "current_model_state") if name in state},
         }
-    return content
+    return {name: part if name == "state_dict" else as_plain(part) for name, part in content.items()}
 
 
 def _is_masked(value: Any) -> bool:

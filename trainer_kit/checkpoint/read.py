@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.codec import decode
+from trainer_kit.checkpoint.encoding import decode
 from trainer_kit.checkpoint.files import read_tensors
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, read_layout
 from trainer_kit.checkpoint.manifest import (

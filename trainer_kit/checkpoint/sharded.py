@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from trainer_kit.checkpoint.background import HostBuffers
-from trainer_kit.checkpoint.codec import children, decode, encode, merge, tensor_record
 from trainer_kit.checkpoint.collective import Collective
 from trainer_kit.checkpoint.commit import (
     check_target,
@@ -31,6 +30,7 @@ from trainer_kit.checkpoint.commit import (
     versions,
     work_directory,
 )
+from trainer_kit.checkpoint.encoding import children, decode, encode, merge, tensor_record
 from trainer_kit.checkpoint.files import CARRIERS, dtype_name, flatten, safetensors_bytes, write_file
 from trainer_kit.checkpoint.layout import (
     Assembled,

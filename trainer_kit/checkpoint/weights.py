@@ -20,8 +20,8 @@ from typing import Any, Final, Literal, TypeVar, final, get_args
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.codec import decode
 from trainer_kit.checkpoint.deepspeed import deepspeed_weights, find_deepspeed
+from trainer_kit.checkpoint.encoding import decode, holds_record
 from trainer_kit.checkpoint.files import (
     EXTRA_STATE,
     TENSOR_DTYPES,
@@ -52,6 +52,7 @@ from trainer_kit.checkpoint.store import similar
 from trainer_kit.core.atomic_files import hidden_path, sync_directory
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
+from trainer_kit.core.state_names import without_wrappers
 
 __all__ = [
     "ExportFormat",
@@ -251,7 +252,15 @@ def read_module(path: str | os.PathLike[str], whole: bool = False) -> dict[str, 
     kept = content["hyper_parameters"] = lightning_hparams(content)
     if not isinstance(kept, Mapping):
         raise CheckpointError(file, "hyper_parameters", f"a {type(kept).__name__}, not a dict")
+    for part in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if isinstance(content.get(part), Mapping):
+            content[part] = {name: _object_or_repr(value) for name, value in content[part].items()}
     return content
+
+
+def _object_or_repr(value: Any) -> Any:
+    """A hyperparameter; its repr if its class is not imported, for the caller to pass it."""
+    return {"repr": repr(value)} if holds_record(value) else value
 
 
 _INDEX: Final = ".safetensors.index.json"
@@ -362,7 +371,7 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint is damaged, the target exists or cannot be written, a tensor has a dtype
-            that safetensors does not hold, or Lightning's file would hold a value that is not plain.
+            that safetensors does not hold.
         ConfigurationError: the format or the size is invalid.
 
     Example:
@@ -385,9 +394,11 @@ def export(
     weights: dict[str, Any]
     if kind == "lightning":
         held = {"state_dict": checkpoint} if isinstance(checkpoint, Mapping) else _read(locate(checkpoint), "cpu", None)
+        held["state_dict"] = without_wrappers(held["state_dict"])
         weights = to_lightning(held)
     else:
-        weights = dict(checkpoint) if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+        found = checkpoint if isinstance(checkpoint, Mapping) else read_weights(checkpoint)
+        weights = dict(without_wrappers(found))
     if kind in ("huggingface", "safetensors"):
         _check_dtypes("the weights" if isinstance(checkpoint, Mapping) else checkpoint, weights)
     work = hidden_path(path, "tmp")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from trainer_kit import callbacks as _callbacks
+from trainer_kit.commands.checkpoint_hparams import CheckpointWords, words_from_checkpoint
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import ConfigurationError, did_you_mean, printable
@@ -109,10 +110,16 @@ class Parsed:
         command: fit, validate, test or predict; or "".
         parser: the command's parser.
         values: the parsed values, before objects are made.
+        checkpoint_line: which of them come from the hyperparameters of a checkpoint, or "".
     """
 
-    def __init__(self, command: str, parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace) -> None:
-        self.command, self.parser, self.values = command, parser, values
+    def __init__(
+        self, command: str, parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace, checkpoint_line: str
+    ) -> None:
+        self.command = command
+        self.parser = parser
+        self.values = values
+        self.checkpoint_line = checkpoint_line
 
     @property
     def seed(self) -> int | None:
@@ -243,13 +250,26 @@ class Arguments:
                 _check_file(file)
             _check_words(prog, words)
             _check_keys(prog, words, files, known, self._kinds)
-            found = self.parser.parse_args(list(words))
+            added = self._from_checkpoint(command, words, files, known)
+            found = self.parser.parse_args([*words, *added.options])
             _check_keys(prog, words, files, known, self._kinds)  # parsing has imported more classes
         except _FileProblem as problem:
             _refuse(str(problem))
         except jsonargparse.ArgumentError as error:
             _refuse(_complaint(str(error), prog, words, files, known, self._kinds))
-        return self._parsed(found)
+        return self._parsed(found, added.line)
+
+    def _from_checkpoint(
+        self, command: str, words: Sequence[str], files: Sequence[str], known: Sequence[str]
+    ) -> CheckpointWords:
+        if not command:
+            return CheckpointWords()
+        contents = []
+        for file in files:
+            with open(file, encoding="utf-8") as stream:
+                contents.append(yaml.safe_load(stream) or {})
+        kinds = _subclasses(self._kinds["model"]) if self._choose["model"] else None
+        return words_from_checkpoint(words, contents, known, kinds)
 
     def parse_values(self, values: Any) -> Parsed:
         """Read a dict or a namespace in place of command-line words; with commands, ``subcommand`` names one.
@@ -262,9 +282,9 @@ class Arguments:
         except (jsonargparse.ArgumentError, KeyError, TypeError, ValueError) as error:
             _refuse(" ".join(str(error).split()))
 
-    def _parsed(self, found: Any) -> Parsed:
+    def _parsed(self, found: Any, line: str = "") -> Parsed:
         command = found.subcommand if self._extension.commands else ""
-        return Parsed(command, self._parsers[command], found[command] if command else found)
+        return Parsed(command, self._parsers[command], found[command] if command else found, line)
 
 
 def _config_files(words: Sequence[str]) -> list[str]:

@@ -104,6 +104,8 @@ def cli(
         raise SystemExit(2) from error
     trainer, datamodule = made["trainer"], made.get("data")
     trainer.set_callbacks([*trainer.callbacks, SaveConfigCallback(parsed.parser, parsed.values)])
+    if parsed.checkpoint_line:
+        trainer.say(parsed.checkpoint_line)
     run = getattr(trainer, parsed.command)
     result = run(made["model"], datamodule=datamodule, **parsed.entry_point_arguments())
     return CliRun(command=parsed.command, trainer=trainer, module=made["model"], datamodule=datamodule, result=result)

@@ -165,6 +165,9 @@ class LightningCLI:
         auto_configure_optimizers: add ``--optimizer`` and ``--lr_scheduler``.
         load_from_checkpoint_support: without effect: a checkpoint holds what `save_hyperparameters` was given.
 
+    With ``--ckpt_path`` the arguments of the module that are not given come from the hyperparameters in the checkpoint,
+    and a line says which.
+
     Raises:
         SystemExit: with 2 for a wrong call.
         ConfigurationError: a subclass overrides a method that is never called.
@@ -320,6 +323,8 @@ class LightningCLI:
         return found if key is None else found.get(key, default)
 
     def _run(self, command: str) -> None:
+        if self._parsed.checkpoint_line:
+            self.trainer.say(self._parsed.checkpoint_line)
         getattr(self, f"before_{command}", _nothing)()
         call = getattr(self, command, getattr(self.trainer, command))
         call(self.model, datamodule=self.datamodule, **self._parsed.entry_point_arguments())

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import re
 import threading
 from collections.abc import Mapping
 from functools import cache, lru_cache
+from types import SimpleNamespace
 from typing import Any, Final, final
 
 __all__ = ["MASK", "Svg", "Text", "bar_class", "holds_secret", "in_units", "mask_secrets", "mask_text"]
@@ -151,6 +154,15 @@ def _mask(value: Any, secret: str, found: list[bool]) -> Any:
             found.append(True)
             return masked
         return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        number = len(found)
+        masked_fields = _mask(fields, secret, found)
+        return masked_fields if len(found) > number else value
+    if type(value) in (argparse.Namespace, SimpleNamespace):
+        number = len(found)
+        masked_fields = _mask(vars(value), secret, found)
+        return masked_fields if len(found) > number else value
     if isinstance(value, Mapping):
         names = {name: secret or (str(name) if _is_secret(str(name)) else "") for name in value}
         return {name: _mask(item, names[name], found) for name, item in value.items()}

@@ -188,14 +188,16 @@ class HParamsMixin:
 
         Args:
             names: only these arguments, or one mapping of values to keep instead.
-            ignore: names to leave out.
+            ignore: names to leave out, also for the other classes of this object that save hyperparameters.
             frame: the constructor's frame, if it is not the caller's.
             logger: whether to log them.
 
         Raises:
             ConfigurationError: the constructor does not take a name, or the name is also ignored.
         """
-        skip = [ignore] if isinstance(ignore, str) else list(ignore or ())
+        skip = {ignore} if isinstance(ignore, str) else set(ignore or ())
+        ignored: set[str] = self.__dict__.setdefault("_hparams_ignored", set())
+        ignored |= skip
         if len(names) == 1 and not isinstance(names[0], str):
             chosen = {key: value for key, value in _as_mapping(names[0]).items() if key not in skip}
         else:
@@ -210,8 +212,15 @@ class HParamsMixin:
                             fix=did_you_mean(name, chosen),
                         )
                 chosen = {str(name): chosen[str(name)] for name in names}
-        self.__dict__.setdefault("_hparams", HParams()).update(chosen)
+        if names:  # named by the caller, whatever another class ignores
+            ignored -= chosen.keys()
+        chosen = {name: value for name, value in chosen.items() if name not in ignored}
+        hparams = self.__dict__.setdefault("_hparams", HParams())
         initial = self.__dict__.setdefault("_hparams_initial", HParams())
+        for name in ignored:  # the constructor of a base class may have saved it
+            hparams.pop(name, None)
+            initial.pop(name, None)
+        hparams.update(chosen)
         initial.update({name: _kept(value) for name, value in chosen.items()})
         self.__dict__["_log_hparams"] = logger
 

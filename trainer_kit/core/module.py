@@ -18,6 +18,7 @@ from trainer_kit.core.lazy import other_names
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.registry import READERS
+from trainer_kit.core.state_names import load_module_weights
 
 __all__ = ["TrainModule", "build_once"]
 
@@ -406,7 +407,7 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         build_once(module)
         if overridden:
             module.on_load_checkpoint(state)
-        module.load_state_dict(state["state_dict"], strict=module.strict_loading if strict is None else strict)
+        load_module_weights(module, state["state_dict"], module.strict_loading if strict is None else strict)
         return module if map_location is None else module.to(map_location)
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:

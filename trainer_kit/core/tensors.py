@@ -24,7 +24,6 @@ __all__ = [
     "move_to_device",
     "require_tensor",
     "sequence_like",
-    "state_name",
     "tensors_of",
     "to_float32",
 ]
@@ -35,16 +34,6 @@ BLOCKING = ("cpu", "mps")
 Kinds: TypeAlias = "type[Any] | tuple[type[Any], ...] | None"
 _NO_CONTAINERS: Final = (str, bytes, bytearray, memoryview, range)
 """Sequences whose items are no values of a batch."""
-
-
-def state_name(name: str) -> str:
-    """The name in ``state_dict()`` of a parameter: torch's wrapper of activation checkpointing leaves its own name out.
-
-    Example:
-        >>> state_name("blocks.0._checkpoint_wrapped_module.weight")
-        'blocks.0.weight'
-    """
-    return name.replace("_checkpoint_wrapped_module.", "")
 
 
 def move_to_device(batch: Any, device: torch.device | str, non_blocking: bool = True) -> Any:

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
+from trainer_kit.core.state_names import state_name
 from trainer_kit.inference.device_map import Device, resolve_device, resolve_device_map, resolve_dtype
 from trainer_kit.inference.dispatch import (
     Places,
@@ -310,14 +311,16 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
     """
     found = find_tied(model)
     entries, missing = [], []
+    stored = {state_name(name): name for name in weights}  # of a compiled model, or of a plain one
     for tied in found:
-        names = [slot.name for slot in tied.slots if slot.name in weights]
+        plain_names = [state_name(slot.name) for slot in tied.slots]
+        names = [stored[name] for name in plain_names if name in stored]
         if names:
             entries.append(Entry(tied, names[0]))
         elif tied.persistent:
             missing.append(tied)
-    used = {slot.name for tied in found for slot in tied.slots}
-    unexpected = [name for name in weights if name not in used and not name.endswith("_extra_state")]
+    used = {state_name(slot.name) for tied in found for slot in tied.slots}
+    unexpected = [name for name in weights if state_name(name) not in used and not name.endswith("_extra_state")]
     for entry in entries:
         held, wanted = list(tensor_like(weights, entry.name).shape), list(entry.tied.tensor.shape)
         if held != wanted:

@@ -23,6 +23,7 @@ from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import TrainerKitError
 from trainer_kit.core.module import build_once
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.tensors import tensors_of
 from trainer_kit.planning.candidates import axes_of, model_parallel, strategy_for
 from trainer_kit.planning.fake_mode import FastFakeMode
@@ -106,6 +107,7 @@ def measure(
         >>> found.exact, found.memory[0]["parameters"] < 4 * sum(p.numel() for p in TinyModule().parameters())
         (True, True)
     """
+    module = uncompiled(module)
     check_module(module, "fit")
     strategy = strategy_for(candidate)
     precision = choose_precision(candidate.precision, None, strategy)

@@ -22,6 +22,7 @@ from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError, add_note
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.data import CombinedLoader, Feed, is_tree
 from trainer_kit.data.place import generator_states, own_generators, restore_generators
 from trainer_kit.planning.candidates import check_word
@@ -87,7 +88,7 @@ def plan_fit(
     """
     began = time.monotonic()
     worlds = _worlds(world, device, global_batch)
-    _check_place(trainer, module)
+    module = _check_place(trainer, module)
     strategies = _words("strategies", strategies, check_word)
     precisions = _words("precisions", precisions, make_precision)
     if device not in (None, "cpu"):
@@ -147,8 +148,9 @@ def _worlds(world: int | Sequence[int], device: str | None, global_batch: int | 
     return worlds
 
 
-def _check_place(trainer: Session, module: Any) -> None:
-    """Refuse what cannot be planned here, before data is prepared."""
+def _check_place(trainer: Session, module: Any) -> Any:
+    """Refuse what cannot be planned here, before data is prepared; returns the module without ``torch.compile``."""
+    module = uncompiled(module)
     check_module(module, "fit")
     running = f"a running {trainer.state_verb}" if trainer.state_verb else ""
     if dist.is_initialized():
@@ -159,6 +161,7 @@ def _check_place(trainer: Session, module: Any) -> None:
             found=running,
             fix="plan in a process of its own, before the first fit: trainer-kit plan train.py",
         )
+    return module
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import SetsAccumulation
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.launch.processes import no_garbage_in_forks
 from trainer_kit.planning.verify_buffers import changes_untrained, compare_buffers
 from trainer_kit.planning.verify_compare import (
@@ -157,6 +158,7 @@ def verify(
     local: bool = False,
 ) -> Verification:
     """See `Trainer.verify`."""
+    module = uncompiled(module)
     check_module(module, "fit")
     _refuse(trainer, steps)
     if local:

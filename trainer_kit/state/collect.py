@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 
-from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.collective_errors import fail_together, on_every_rank
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.display import holds_secret, mask_secrets
 from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.tensors import state_name
+from trainer_kit.core.state_names import names_in, plain_state, state_name
 from trainer_kit.state.optimizer_states import (
     add_groups,
     changed_flags,
@@ -26,6 +26,7 @@ from trainer_kit.state.optimizer_states import (
     restore_flags,
     restore_optimizer,
     restore_scheduler,
+    without_wrapper_names,
 )
 from trainer_kit.step.optimizers import Optimizers
 from trainer_kit.step.run import Fit
@@ -56,18 +57,34 @@ def module_state(module: TrainModule, weights: Mapping[str, Any], epoch: int, st
 
 
 def plain_hparams(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The hyperparameters as a checkpoint holds them, and the names of those that it holds by a masked repr only."""
+    """The hyperparameters as a checkpoint holds them, and the names of those that it holds by a masked repr only.
+
+    A large module is held by its repr: its weights are in the checkpoint already.
+    """
     plain, refused = {}, []
     for name, value in hparams.items():
-        try:
-            encode(value, {}, at=name, copy=False)
-            held = not holds_secret(value, name)
-        except CheckpointError:
-            held = False
-        plain[name] = value if held else {"repr": repr(mask_secrets(value, name))}
-        if not held:
+        if holds_secret(value, name) or not _can_be_held(value, name):
             refused.append(name)
+            plain[name] = {"repr": repr(mask_secrets(value, name))}
+        else:
+            plain[name] = value
     return plain, refused
+
+
+_LARGE_MODULE: Final = 1 << 20
+"""Bytes of weights above which a module among the hyperparameters is held by its repr."""
+
+
+def _can_be_held(value: Any, name: str) -> bool:
+    if isinstance(value, nn.Module):
+        size = sum(tensor.nbytes for tensor in (*value.parameters(), *value.buffers()))
+        if size > _LARGE_MODULE:
+            return False
+    try:
+        encode(value, {}, at=name, copy=False)
+    except CheckpointError:
+        return False
+    return True
 
 
 def collect(
@@ -168,7 +185,7 @@ def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor
     """
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
-    kept = module.state_dict()
+    kept = plain_state(module)
     buffers = ((state_name(name), buffer) for name, buffer in module.named_buffers(remove_duplicate=False))
     own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
     return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
@@ -219,6 +236,7 @@ def restore(
     fail_together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
+    state = {**state, "optimizer_states": [without_wrapper_names(saved) for saved in state["optimizer_states"]]}
     _restore_training(run, state, made)
 
     def restore_loaders() -> None:
@@ -320,7 +338,7 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
             run.say(f"resuming {differs}: random layers draw different numbers")
     with fitting("buffers"):
         if "buffers" in state and differs is None:
-            run.module.load_state_dict(state["buffers"][rank], strict=False)
+            run.module.load_state_dict(names_in(run.module, state["buffers"][rank]), strict=False)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from trainer_kit.checkpoint.lightning import BY_POSITION
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
-from trainer_kit.core.tensors import state_name
+from trainer_kit.core.state_names import state_name
 from trainer_kit.step.optimizers import OptimizerProxy, check_parameters
 from trainer_kit.step.run import Fit
 from trainer_kit.strategies.strategy import Strategy
@@ -36,6 +36,7 @@ __all__ = [
     "restore_scheduler",
     "scheduler_parts",
     "watch_groups",
+    "without_wrapper_names",
 ]
 
 _CONFIGURED: Final = "configured"
@@ -60,6 +61,15 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
     kind = type(optimizer).__name__
     exchanged = {_EXCHANGED: True} if _EXCHANGED in vars(optimizer) else {}
     return {_CLASS: kind, "state": state, "param_groups": groups, _CONFIGURED: configured(optimizer), **exchanged}
+
+
+def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """An `optimizer_state` whose parameters have their names without wrappers, as it is saved today."""
+    if not any("_orig_mod." in str(name) for group in saved["param_groups"] for name in group["params"]):
+        return saved
+    groups = [{**group, "params": [state_name(name) for name in group["params"]]} for group in saved["param_groups"]]
+    state = {state_name(name): values for name, values in saved["state"].items()}
+    return {**saved, "state": state, "param_groups": groups}
 
 
 def owned_parameters(strategy: Strategy, optimizer: Optimizer) -> list[list[nn.Parameter]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Final, final
 
 from torch import nn
 
@@ -16,16 +16,26 @@ from trainer_kit.checkpoint.read import OF_A_RUN, describe_existing, is_complete
 from trainer_kit.checkpoint.store import candidates, checkpoints, commit_order, newest_verified, set_aside, similar
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
+from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, MissingCheckpointError
 from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
-from trainer_kit.state.collect import fitting, own_part
+from trainer_kit.state.collect import fitting, own_part, plain_hparams
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, clean_directory, discarded, distinct, named_directories
 from trainer_kit.step.bus import Bus
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["Search", "held_of", "holds_weights", "load_weights", "read_rest", "read_start", "read_state"]
+__all__ = [
+    "Search",
+    "compare_hparams",
+    "held_of",
+    "holds_weights",
+    "load_weights",
+    "read_rest",
+    "read_start",
+    "read_state",
+]
 
 
 @final
@@ -290,8 +300,8 @@ def holds_weights(path: Location | None) -> CheckpointError:
     return CheckpointError(path, None, "holds only weights, and cannot be resumed", fix=fix)
 
 
-def load_weights(module: TrainModule, path: Location, bus: Bus, strategy: Strategy) -> None:
-    """Put the weights of a checkpoint into a module."""
+def load_weights(module: TrainModule, path: Location, bus: Bus, strategy: Strategy) -> str | None:
+    """Put the weights of a checkpoint into a module; returns a line if its hyperparameters differ."""
     alone = not (path.is_dir() and is_complete(path))
     if strategy.sharded:
         state = read_rest({}, path, alone, strategy, module)
@@ -305,3 +315,37 @@ def load_weights(module: TrainModule, path: Location, bus: Bus, strategy: Strate
             strategy.load_module_state(module, state["state_dict"], module.strict_loading)
 
     fail_together(strategy.world, load)
+    return compare_hparams(module.hparams, state)
+
+
+_MOST_NAMES: Final = 5
+
+
+def compare_hparams(hparams: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
+    """A line that names the hyperparameters of a module that a checkpoint has with another value; None without any."""
+    saved = state.get("hyper_parameters")
+    if not isinstance(saved, Mapping):
+        return None
+    current, _ = plain_hparams(hparams)
+    names = [name for name in current if name in saved and _differ(current[name], saved[name])]
+    if not names:
+        return None
+    shown = [mask_secrets({name: values[name] for name in names}) for values in (current, saved)]
+    listed = [f"{name}={shown[0][name]!r} (checkpoint: {shown[1][name]!r})" for name in names[:_MOST_NAMES]]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return f"hyperparameters of the module differ from the checkpoint's: {', '.join(listed)}{more}"
+
+
+def _differ(value: Any, saved: Any) -> bool:
+    """Whether two plain values differ; other objects are not compared."""
+    plain = (bool, int, float, str, type(None))
+    if isinstance(value, (list, tuple)) and isinstance(saved, (list, tuple)):
+        pairs = zip(value, saved, strict=False)
+        return len(value) != len(saved) or any(_differ(one, other) for one, other in pairs)
+    if isinstance(value, Mapping) and isinstance(saved, Mapping):
+        if {"repr"} in (value.keys(), saved.keys()):
+            return False
+        return value.keys() != saved.keys() or any(_differ(value[key], saved[key]) for key in value)
+    if isinstance(value, plain) and isinstance(saved, plain):
+        return value != saved and not (value != value and saved != saved)
+    return False

@@ -9,7 +9,7 @@ from typing import Any, Final, final
 
 from torch import Tensor, nn
 
-from trainer_kit.checkpoint.codec import decode, encode
+from trainer_kit.checkpoint.encoding import decode, encode
 from trainer_kit.core.errors import NonFiniteError, TrainerKitError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest

@@ -27,7 +27,8 @@ from trainer_kit.core.collective_errors import fail_together, shared_error
 from trainer_kit.core.errors import CheckpointError, NonFiniteError
 from trainer_kit.core.location import Location, locate
 from trainer_kit.core.protocols import CheckpointRequest
-from trainer_kit.core.tensors import are_finite, state_name
+from trainer_kit.core.state_names import state_name
+from trainer_kit.core.tensors import are_finite
 from trainer_kit.state.collect import without_own_buffers
 from trainer_kit.state.runs import call_optional
 from trainer_kit.step.run import Fit, Outcome, Save, Saver

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.state_names import named_state, plain_state
 from trainer_kit.strategies.process_group import ProcessGroup, average
 from trainer_kit.strategies.state import States
 
@@ -124,10 +125,10 @@ class Replicas:
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """With averaged weights; every rank must call it."""
-        state = dict(module.state_dict())
+        state = plain_state(module)
         if self._own or not self.diverged:
             return state
-        weights = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        weights = named_state(module)
         return {**state, **self._averaged({"": {name: state[name] for name in state if name in weights}})[""]}
 
     def optimizer_state(self, groups: Sequence[Sequence[nn.Parameter]], state: States) -> States:

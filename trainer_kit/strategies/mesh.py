@@ -20,6 +20,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.state_names import plain_state, report_differences, state_name, without_wrappers
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, abandon, resharding, sharded_units
 from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients, spread_overflow
@@ -494,14 +495,16 @@ class _StagedStrategy(Strategy):
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load this rank's part of the state of the whole module; a missing name is an error on every rank."""
-        whole = dict.fromkeys(self.pipeline.names)
+        state = without_wrappers(state)
+        whole = dict.fromkeys(map(state_name, self.pipeline.names))
         missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
         if strict and (missing or foreign):
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {foreign}"
             )
-        own = module.state_dict()
-        load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=False)
+        report_differences(missing, foreign)
+        own = plain_state(module)
+        load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=True)
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Shard each stage; the schedule runs backward.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import restore_rng, rng_state
-from trainer_kit.core.tensors import state_name
+from trainer_kit.core.state_names import state_name
 from trainer_kit.strategies.state import part_of
 
 __all__ = ["InitialWeights", "agree_on_rng", "built_once", "compare_models", "digest", "empty", "with_equal_rng"]
@@ -188,7 +188,7 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in chain(
         module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
     ):
-        yield state_name(name).replace("_orig_mod.", ""), tensor
+        yield state_name(name), tensor
 
 
 def _own(part: nn.Module) -> list[Tensor]:

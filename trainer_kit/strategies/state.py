@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
+from trainer_kit.core.state_names import load_module_weights, plain_state, state_name, without_wrappers
 from trainer_kit.precision.converted import QuantizedLayer
 from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
@@ -159,12 +160,12 @@ def part_of(whole: Tensor, like: Tensor) -> Tensor:
 
 def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """``load_state_dict`` of whole tensors or parts into a module whose parameters are divided."""
-    state, own = dict(state), module.state_dict()
+    state, own = dict(without_wrappers(state)), plain_state(module)
     for name, layer in module.named_modules():
         if isinstance(layer, QuantizedLayer):
-            layer.take_floats(state, f"{name}." if name else "")
+            layer.take_floats(state, state_name(f"{name}.") if name else "")
     parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
-    module.load_state_dict(parts, strict=strict)
+    load_module_weights(module, parts, strict)
 
 
 def optimizer_parts(state: States) -> dict[nn.Parameter, dict[str, Any]]:

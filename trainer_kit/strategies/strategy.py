@@ -16,6 +16,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import PrecisionError, StrategyError
 from trainer_kit.core.parallel import ParallelPlan
 from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.core.state_names import plain_state
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.state import (
@@ -358,7 +359,7 @@ class Strategy(ABC):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict`` under the names that it has without any engine; every rank must call it."""
-        return dict(module.state_dict())
+        return plain_state(module)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Restore the `module_state` of any strategy, as ``load_state_dict`` does, from whole tensors or parts."""

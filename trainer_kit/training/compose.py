@@ -302,7 +302,9 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     callbacks = [callback for callback in trainer.callbacks if id(callback) not in kept]
     policy, back, most, left_out = asked.non_finite
     return Guard(
-        lambda: collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False),
+        lambda: trainer.unsaveable.leave_out(
+            collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False)
+        ),
         lambda state: restore(run, state, run.stepper.made, callbacks, datamodule, strict=True),
         raises=policy == "raise",
         back=back,
@@ -463,8 +465,11 @@ def _wrap(trainer: Session, module: TrainModule, manual: bool, feed: Feed) -> tu
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
-    if trainer.compile_options is not None and not trainer.compile_regional:
-        method = torch.compile(method, **trainer.compile_options)
+    compiler = trainer.compiler
+    if trainer.compile_options is not None:
+        compiler = None if trainer.compile_regional else partial(torch.compile, **trainer.compile_options)
+    if compiler is not None:
+        method = compiler(method)
         # `log` cannot be traced into a graph; `EntryPoint` removes this override.
         for part in module.own_modules():
             part.__dict__["log"] = torch.compiler.disable(part.log)  # type: ignore[no-untyped-call]
@@ -504,8 +509,9 @@ def _micro(
     )
     several, precision = stepper.several, trainer.precision_plugin
     micro = MicroBatches(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
+    compiles = trainer.compile_options is not None or trainer.compiler is not None
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
-    if trainer.compile_options is not None:  # a compiled step may reuse the memory of its last loss
+    if compiles:  # a compiled step may reuse the memory of its last loss
         micro.always_unusual = True
     micro.agree_on_exit = exit_agreement(bus, trainer.strategy.world)
     stepper.window = micro

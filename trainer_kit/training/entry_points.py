@@ -19,7 +19,7 @@ from lightning_utilities.core.overrides import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import nn
 
-from trainer_kit.checkpoint.codec import encode
+from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
@@ -39,13 +39,14 @@ from trainer_kit.core.hooks import Callback, DataHooks
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.core.states import TrainerStatus
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
-from trainer_kit.state.resume import Search, holds_weights, load_weights, read_rest, read_start
+from trainer_kit.state.resume import Search, compare_hparams, holds_weights, load_weights, read_rest, read_start
 from trainer_kit.state.runs import (
     KeepsCheckpoints,
     call_optional,
@@ -104,10 +105,12 @@ class EntryPoint:
         self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
         self.is_set_up = is_set_up
         self.fitted = model is None
-        self.module = trainer.module if model is None else model
+        self.module = trainer.module if model is None else uncompiled(model)
         if self.module is None:
             raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
         check_module(self.module, stage)
+        is_compiled = model is not None and self.module is not model
+        trainer.compiler = model.dynamo_ctx if is_compiled else None
         self.unwinding = Teardown()
         self.bus: Bus
         self._before = trainer.callbacks
@@ -367,6 +370,9 @@ class EntryPoint:
         if trainer.is_global_zero:
             files.continue_logging(state.get("loggers", {}))
         trainer.say(found.replace("{step}", str(trainer.progress.step), 1))
+        difference = compare_hparams(self.module.hparams, state)
+        if difference is not None:
+            trainer.say(difference)
         if trainer.progress.epoch_batch and state.get("seed", files.data_seed) != files.data_seed:
             trainer.say(
                 f"Trainer(seed={files.seed}) changes the order of the data inside an epoch: samples that the"
@@ -414,11 +420,14 @@ class EntryPoint:
             trainer.say(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
         sharded = trainer.strategy.sharded  # each rank then loads only its shards, so placement comes first
+        difference = None
         if path is not None and not sharded:
-            load_weights(module, path, self.bus, trainer.strategy)
+            difference = load_weights(module, path, self.bus, trainer.strategy)
         trainer.strategy.place_module(module, trainer.precision_plugin)
         if path is not None and sharded:
-            load_weights(module, path, self.bus, trainer.strategy)
+            difference = load_weights(module, path, self.bus, trainer.strategy)
+        if difference is not None:
+            trainer.say(difference)
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
@@ -547,16 +556,21 @@ def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
 def _dry_run(trainer: Session, run: Fit) -> None:
     """Encode the state before the first step, so that state that cannot be saved is an error now.
 
-    This does not call ``on_save_checkpoint``, and does not see state that only training creates.
+    This does not call ``on_save_checkpoint``, whose source is read, and does not see state that only training creates.
     """
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
     state["loaders"] = run.windows.feed.first_state()
-    if run.strategy.sharded:
-        encode(state, {}, copy=False, sharded=True)
-    else:  # rank 0 writes; an engine that gathers its state has it only there
-        on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
+
+    def encode_state(state: Mapping[str, Any]) -> None:
+        if run.strategy.sharded:
+            encode(state, {}, copy=False, sharded=True)
+        else:  # rank 0 writes; an engine that gathers its state has it only there
+            on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
+
+    owners = [owner for owner in (*trainer.callbacks, trainer.datamodule, trainer.module) if owner is not None]
+    trainer.unsaveable.check(state, owners, encode_state)
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.say(
@@ -616,7 +630,7 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     if stage == "fit":
         count_fit()
         trainer.continues = False
-    module = trainer.module if model is None else model
+    module = trainer.module if model is None else uncompiled(model)
     module.load_state_dict(made["weights"])
     trainer.module = module
     trainer.progress.load_state_dict(made["progress"])

@@ -17,6 +17,7 @@ from trainer_kit.core.display import Svg, Text
 from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import LimitsTime
+from trainer_kit.core.state_names import uncompiled
 from trainer_kit.data.feed import Feed
 from trainer_kit.step.bus import Bus
 from trainer_kit.step.optimizers import configure_optimizers
@@ -124,6 +125,7 @@ def _strategy(trainer: Session, module: TrainModule, datamodule: Any) -> tuple[S
     """The strategy of a fit, the reason where ``"auto"`` chooses another one, and the number of ranks."""
     strategy, why = trainer.strategy, ""
     if module is not None:
+        module = uncompiled(module)
         check_module(module, "fit")
         prepare(trainer, module, datamodule)
         if trainer.sharded_alternative is not None and any(True for _ in module.parameters()):

@@ -35,6 +35,7 @@ from trainer_kit.state.collect import collect, finished
 from trainer_kit.state.optimizer_states import exchange_optimizers
 from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, keep_checkpoints
 from trainer_kit.state.saving import save_to
+from trainer_kit.state.unsaveable import Unsaveable
 from trainer_kit.step.bus import sorted_callbacks
 from trainer_kit.step.evaluate import Evaluation
 from trainer_kit.step.optimize import ManualStepper
@@ -91,8 +92,10 @@ class Session:
         switches: process-wide settings of torch that an entry point sets.
         compile_options: options of ``torch.compile``; None: nothing is compiled.
         compile_regional: whether repeated blocks are compiled, not the whole step.
+        compiler: compiles ``training_step`` as the user has compiled the module of this entry point, or None.
         recomputes: the blocks with activation checkpointing; True: repeated ones, False: none.
         async_save: whether checkpoints are written in the background.
+        unsaveable: what happens to values that checkpoints cannot hold.
         find_train_loaders: finds the training loaders of the fit that is being set up.
         note: records an event for the report of the run: ``note(kind, text)``.
     """
@@ -103,8 +106,10 @@ class Session:
     switches: dict[str, Any]
     compile_options: dict[str, Any] | None
     compile_regional: bool
+    compiler: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None
     recomputes: bool | Policy
     async_save: bool
+    unsaveable: Unsaveable
     barebones: bool
     fast_dev_run: bool | int
     former_methods: Mapping[str, str] = {}
@@ -676,7 +681,8 @@ class Session:
     def collect_state(self, weights_only: bool) -> dict[str, Any]:
         """The state of the running fit, or only its weights; every rank must call it."""
         assert self.run is not None
-        return collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
+        state = collect(self.run, self._callbacks, self.datamodule, self.data_seed, weights_only)
+        return self.unsaveable.leave_out(state)
 
     def save_checkpoint(self, filepath: str | os.PathLike[str], weights_only: bool = False) -> None:
         """Write a checkpoint directory now; every rank must call it.

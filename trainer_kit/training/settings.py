@@ -140,8 +140,14 @@ def make_settings(
     )
 
 
-def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any) -> None:
+def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any, on_unsaveable: Any) -> None:
     """Validate the arguments that the loop does not use itself."""
+    if on_unsaveable not in ("raise", "drop"):
+        raise ConfigurationError(
+            'on_unsaveable is "raise" or "drop"',
+            found=f"on_unsaveable={on_unsaveable!r}",
+            fix='"raise" refuses what cannot be saved before the first step; "drop" leaves it out of checkpoints',
+        )
     _at_least("seed", seed, 0)
     _at_least("num_nodes", num_nodes, 1)
     if deterministic not in (None, False, True, "warn"):

@@ -19,6 +19,14 @@ from torch.optim import Optimizer
 from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.state_names import (
+    load_module_weights,
+    named_state,
+    names_in,
+    plain_state,
+    report_differences,
+    without_wrappers,
+)
 from trainer_kit.strategies.state import Piece, States, unkept, whole_of
 
 __all__ = ["deepspeed_costs", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states"]
@@ -92,7 +100,7 @@ def module_state(
     """
     state = dict(own)
     seen: dict[nn.Parameter, Tensor] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+    for name, parameter in named_state(module).items():
         if name not in state:
             continue
         if parameter not in seen:
@@ -122,12 +130,13 @@ def load_module(
     pieces: Mapping[nn.Parameter, Piece], module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
 ) -> None:
     """Restore `module_state`, or a ``state_dict`` of the same module under any other strategy."""
+    state = without_wrappers(state)
     divided = any(hasattr(parameter, "ds_id") for parameter in module.parameters())
     if divided:
         _load_divided(module, state, strict, world)
     else:
-        module.load_state_dict(state, strict=strict)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
+        load_module_weights(module, state, strict)
+    for name, parameter in named_state(module).items():
         piece = pieces.get(parameter)
         if piece is not None and name in state:
             # The parameter may be in half precision; its master is not rounded.
@@ -138,7 +147,7 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, wor
     """Stage 3: gather one parameter at a time, and write rank 0's value into it on all ranks."""
     import deepspeed
 
-    parameters = dict(module.named_parameters(remove_duplicate=False))
+    parameters = named_state(module)
     fail_together(world, lambda: _check_names(module, parameters, state, strict))
     done: set[nn.Parameter] = set()
     for name, parameter in parameters.items():
@@ -147,7 +156,8 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, wor
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 if dist.get_rank() == 0:
                     parameter.copy_(state[name])
-    module.load_state_dict({name: value for name, value in state.items() if name not in parameters}, strict=False)
+    rest = {name: value for name, value in state.items() if name not in parameters}
+    module.load_state_dict(names_in(module, rest), strict=False)
 
 
 def _check_names(
@@ -160,8 +170,10 @@ def _check_names(
         for name, parameter in parameters.items()
         if name in state and state[name].shape != _shape_of(parameter)
     ]
-    known = set(module.state_dict())
-    if strict:
+    known = set(plain_state(module))
+    if not strict:
+        report_differences(known - state.keys(), state.keys() - known)
+    else:
         for kind, names in (("Missing", known - state.keys()), ("Unexpected", state.keys() - known)):
             if names:
                 wrong.append(f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}.")

@@ -23,6 +23,7 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.state_names import plain_state
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.deepspeed.config import RunFacts, Sections, filled, read_config, with_arguments
 from trainer_kit.strategies.deepspeed.engine import (
@@ -444,7 +445,7 @@ class DeepSpeedStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
-        own = fail_together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
+        own = fail_together(self.world, lambda: plain_state(module))  # before the ranks exchange anything
         return module_state(self._pieces, module, own, self.world.rank == 0)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:

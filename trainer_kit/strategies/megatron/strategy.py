@@ -18,6 +18,7 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
+from trainer_kit.core.state_names import load_module_weights, named_state, plain_state, without_wrappers
 from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.gradients import clip_parts
@@ -314,8 +315,8 @@ class MegatronStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The state by the module's names: master weights in place of rounded ones, parts as ``DTensor``."""
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        own = fail_together(self.world, lambda: dict(module.state_dict()))  # before the ranks exchange anything
+        parameters = named_state(module)
+        own = fail_together(self.world, lambda: plain_state(module))  # before the ranks exchange anything
         state = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         for name, value in state.items():
             parameter = parameters.get(name)
@@ -332,11 +333,12 @@ class MegatronStrategy(Strategy):
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Restore this rank's part."""
-        parameters = dict(module.named_parameters(remove_duplicate=False))
-        extra = {name: value for name, value in module.state_dict().items() if not isinstance(value, Tensor)}
-        like = {n: self._parts.placed(v, parameters.get(n)) for n, v in module.state_dict().items() if n not in extra}
+        parameters = named_state(module)
+        state, own = without_wrappers(state), plain_state(module)
+        extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
+        like = {n: self._parts.placed(v, parameters.get(n)) for n, v in own.items() if n not in extra}
         parts = {name: local(part_of(value, like[name])) if name in like else value for name, value in state.items()}
-        module.load_state_dict({**extra, **parts}, strict=strict)
+        load_module_weights(module, {**extra, **parts}, strict)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
         for name, parameter in parameters.items():

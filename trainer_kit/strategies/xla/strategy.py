@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.costs import Costs, held
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group, MicroSteps
+from trainer_kit.core.state_names import load_module_weights, plain_state
 from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.local_sgd import fill_absent
@@ -204,11 +205,11 @@ class XLAStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict`` on the host: other engines do not have these devices."""
-        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}  # sync point: a checkpoint
+        return {name: tensor.detach().cpu() for name, tensor in plain_state(module).items()}  # sync point: a checkpoint
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load as torch does; divided tensors stay divided."""
-        module.load_state_dict(state, strict=strict)
+        load_module_weights(module, state, strict)
         self._mark_parts(module.parameters())
         self._sync()
 

@@ -1,27 +1,45 @@
 """Encode the state of a run as JSON and tensors, and decode it.
 
 Plain JSON values are stored unchanged. Every other value becomes a *record*, ``{"$": tag, "v": ...}``; a dict that has
-the key ``"$"`` is written as a record of pairs, so no user value can be mistaken for a record. Decoding builds only the
-types named in this file: it looks up no class by name, so no file can run code.
+the key ``"$"`` is written as a record of pairs, so no user value can be mistaken for a record. Decoding builds the
+types named in this file, and objects of the kinds that `trainer_kit.checkpoint.codecs` describes: no file can run code.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum
+from enum import Enum, Flag
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, Final, TypeVar, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from trainer_kit.checkpoint.codecs import (
+    ObjectRecord,
+    attributes_of,
+    codec_named,
+    codec_of,
+    find_class,
+    find_name,
+    import_path,
+    is_library_kind,
+    is_named_tuple,
+    module_from_plain,
+    module_to_plain,
+    object_from_attributes,
+    type_name,
+    why_not_module,
+)
 from trainer_kit.checkpoint.files import (
     CARRIERS,
     TENSOR_DTYPES,
@@ -33,11 +51,14 @@ from trainer_kit.checkpoint.files import (
 )
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["EnumRecord", "children", "decode", "encode", "merge", "tensor_record"]
+__all__ = ["EnumRecord", "children", "decode", "encode", "holds_record", "merge", "tensor_record"]
 
 _TAG: Final = "$"
 _SOURCE: Final = "the state to save"
-_FIX: Final = "keep only plain data, tensors and arrays in state_dict(), and rebuild the rest in load_state_dict()"
+_FIX: Final = (
+    "register how to store it: tk.checkpoint.codec(Class, to_plain, from_plain); or save plain data, tensors and"
+    ' arrays, and rebuild the rest when the state is loaded; Trainer(on_unsaveable="drop") leaves it out'
+)
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
 _DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
 
@@ -47,7 +68,7 @@ _E = TypeVar("_E", bound=Enum)
 @final
 @dataclass(frozen=True)
 class EnumRecord:
-    """A decoded enum member. Decoding does not import its class; ``of`` returns the member of a given class.
+    """A decoded member of an enum that the program has not imported; ``of`` returns the member of a given class.
 
     Attributes:
         kind: module and qualified name of the enum class.
@@ -56,7 +77,7 @@ class EnumRecord:
 
     Example:
         >>> import enum
-        >>> Mode = enum.Enum("Mode", "FAST SLOW")
+        >>> Mode = enum.Enum("Mode", "FAST SLOW", module="elsewhere")
         >>> record = decode(encode(Mode.SLOW, {}), {})
         >>> record.name, record.value, record.of(Mode)
         ('SLOW', 2, <Mode.SLOW: 2>)
@@ -84,10 +105,12 @@ def encode(
 
     Encoded: None, bool, int, float, str, list, dict (any encodable keys, order kept), tuple, set, frozenset, bytes,
     bytearray, complex, OrderedDict (with a ``state_dict``'s ``_metadata``), Counter, ``torch.Size``, ``torch.dtype``,
-    ``torch.device``, paths, timedelta, enum members (see `EnumRecord`), numpy scalars; dense tensors of any shape and
-    numpy arrays of numbers, strings and dates. Only exact types: a subclass would be decoded as another type, so it is
-    refused. Parameters are decoded as tensors. A tensor that occurs several times (a tied weight) is collected once and
-    decoded as one tensor; tensors that overlap in any other way are decoded as separate tensors.
+    ``torch.device``, paths, timedelta, enum members, numpy scalars; dense tensors of any shape and numpy arrays of
+    numbers, strings and dates. Modules, dataclasses, named tuples, classes, functions and objects with a codec are
+    encoded with their import path (see `trainer_kit.checkpoint.codecs`). Otherwise only exact types: a subclass would
+    be decoded as another type, so it is refused. Parameters are decoded as tensors. A tensor that occurs several times
+    (a tied weight) is collected once and decoded as one tensor; tensors that overlap in any other way are decoded as
+    separate tensors.
 
     Args:
         value: the state.
@@ -153,8 +176,11 @@ def _step(key: Any) -> str:
         return type(key).__name__
 
 
-def _type_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+def _described(value: Any) -> str:
+    kind = type(value)
+    inner = getattr(value, "__qualname__", kind.__qualname__)
+    inside = ", which is defined inside a function," if "<locals>" in inner else ""
+    return f"a value of type {type_name(kind)}{inside}"
 
 
 def _record(tag: str, value: Any, **more: Any) -> dict[str, Any]:
@@ -213,21 +239,72 @@ class _Encoder:
         if isinstance(value, PurePath):
             return _record("path", str(value))
         if isinstance(value, Enum):
-            return self._enum(EnumRecord(_type_name(kind), value.name, value.value), path)
+            return self._enum(EnumRecord(type_name(kind), value.name, value.value), path)
         if kind is EnumRecord:
             return self._enum(value, path)
         if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
             return _record("numpy", value.tobytes().hex(), dtype=value.dtype.str)
+        if kind is ObjectRecord:
+            return _record("name" if value.state is None else "object", self._named(value.kind, value.state, path))
+        return self._object(value, path)
+
+    def _named(self, name: str, state: Any, path: tuple[str, ...]) -> Any:
+        return name if state is None else [name, self.encode(state, path)]
+
+    def _object(self, value: Any, path: tuple[str, ...]) -> Any:
+        """The record of an object of a class, or of a class or a function itself."""
+        kind = type(value)
+        name = import_path(value) if callable(value) else None
+        if name is not None:
+            return _record("name", name)
+        if isinstance(value, type):
+            raise self._refusal(value, path, f"the class {type_name(value)} cannot be named in a checkpoint")
+        if id(value) in self._open:
+            raise self._refusal(value, path, "it contains itself")
+        self._open.add(id(value))
+        try:
+            return self._parts(value, kind, path)
+        finally:
+            self._open.discard(id(value))
+
+    def _parts(self, value: Any, kind: type, path: tuple[str, ...]) -> Any:
+        codec = codec_of(value)
+        if codec is not None:
+            try:
+                plain = codec.to_plain(value)
+            except Exception as error:
+                reason = f"the codec of {codec.name} raised {type(error).__name__}: {error}"
+                raise self._refusal(value, path, reason) from error
+            return _record("object", [codec.name, self.encode(plain, path)])
+        if isinstance(value, nn.Module):
+            return self._module(value, path)
+        if kind is partial and is_library_kind(value.func) and import_path(value.func) is not None:
+            parts = [value.func, list(value.args), dict(value.keywords)]
+            return _record("partial", self.encode(parts, path))
+        if dataclasses.is_dataclass(value) and find_class(type_name(kind)) is kind:
+            fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+            return _record("dataclass", [type_name(kind), self.encode({**attributes_of(value), **fields}, path)])
+        if is_named_tuple(kind) and find_class(type_name(kind)) is kind:
+            return _record("namedtuple", [type_name(kind), self.encode(list(value), path)])
         raise self._refusal(value, path)
 
+    def _module(self, module: nn.Module, path: tuple[str, ...]) -> Any:
+        module = module._modules.get("_orig_mod") or module  # a compiled module is stored as what was compiled
+        reason = why_not_module(type(module))
+        if reason is not None:
+            raise self._refusal(module, path, f"this module cannot be saved: {reason}")
+        return _record("module", [type_name(type(module)), self.encode(module_to_plain(module), path)])
+
     def _refusal(self, value: Any, path: tuple[str, ...], reason: str | None = None) -> CheckpointError:
-        kind = type(value)
         plain = next((base for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None)
+        fix = _FIX
+        if plain is not None and reason is None:
+            fix = f"its class would be lost: save {plain.__name__}(value), or register it: tk.checkpoint.codec(Class)"
         return CheckpointError(
             _SOURCE,
             _join(self._at, path) or None,
-            reason or f"a value of type {_type_name(kind)} cannot be saved",
-            fix=_FIX if plain is None or reason else f"its class would be lost: save {plain.__name__}(value) instead",
+            reason or f"{_described(value)} cannot be saved",
+            fix=fix,
         )
 
     def _container(self, value: Any, path: tuple[str, ...]) -> Any:
@@ -319,6 +396,7 @@ class _Decoder:
         self._tensors = tensors
         self._at = at
         self._file = file
+        self._parameters: dict[int, nn.Parameter] = {}
 
     def decode(self, tree: Any, path: tuple[str, ...]) -> Any:
         if isinstance(tree, list):
@@ -355,11 +433,64 @@ class _Decoder:
             value._metadata = self.decode(record["metadata"], (*path, "_metadata"))  # type: ignore[attr-defined]
         return value
 
-    def enum(self, record: dict[str, Any], path: tuple[str, ...]) -> EnumRecord:
+    def enum(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
         kind, name, value = record["v"]
         if not isinstance(kind, str) or not (name is None or isinstance(name, str)):
             raise TypeError("its names are not strings")
-        return EnumRecord(kind, name, self.decode(value, (*path, "value")))
+        member = EnumRecord(kind, name, self.decode(value, (*path, "value")))
+        found = find_class(kind)
+        if found is None or not issubclass(found, Enum):
+            return member
+        if name is not None and name in found.__members__:
+            return found.__members__[name]
+        # A combination of flags. Other values may be looked up by code of the class.
+        return found(member.value) if issubclass(found, Flag) and type(member.value) is int else member
+
+    def named(self, record: dict[str, Any], path: tuple[str, ...]) -> tuple[str, Any]:
+        name, content = record["v"]
+        if not isinstance(name, str):
+            raise TypeError("its name is not a string")
+        return name, self.decode(content, path)
+
+    def name(self, record: dict[str, Any]) -> Any:
+        if not isinstance(record["v"], str):
+            raise TypeError("it is not a string")
+        value = find_name(record["v"])
+        return ObjectRecord(record["v"]) if value is None else value
+
+    def object(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
+        name, content = self.named(record, path)
+        codec = codec_named(name)
+        return ObjectRecord(name, content) if codec is None else codec.from_plain(content)
+
+    def dataclass(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
+        name, attributes = self.named(record, path)
+        kind = find_class(name)
+        if kind is None or not dataclasses.is_dataclass(kind):
+            return ObjectRecord(name, attributes)
+        return object_from_attributes(kind, attributes)
+
+    def namedtuple(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
+        name, items = self.named(record, path)
+        kind = find_class(name)
+        if kind is None or not is_named_tuple(kind):
+            return ObjectRecord(name, items)
+        if len(items) != len(vars(kind)["_fields"]):
+            raise TypeError("it has another number of fields")
+        return tuple.__new__(kind, items)
+
+    def module(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
+        name, content = self.named(record, path)
+        kind = find_class(name)
+        if kind is None or not issubclass(kind, nn.Module) or why_not_module(kind) is not None:
+            return ObjectRecord(name, content)
+        return module_from_plain(kind, content, self._parameters)
+
+    def partial(self, record: dict[str, Any], path: tuple[str, ...]) -> Any:
+        function, arguments, keywords = self.decode(record["v"], path)
+        if isinstance(function, ObjectRecord) or not is_library_kind(function):
+            return ObjectRecord("functools.partial", [function, arguments, keywords])
+        return partial(function, *arguments, **keywords)
 
     def stored(self, record: dict[str, Any], path: tuple[str, ...]) -> Tensor:
         if record["v"] not in self._tensors:
@@ -407,6 +538,12 @@ _READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], 
     "OrderedDict": lambda decoder, record, path: decoder.ordered(record, path),
     "Counter": lambda decoder, record, path: Counter(decoder.decode(record["v"], path)),
     "enum": lambda decoder, record, path: decoder.enum(record, path),
+    "name": lambda decoder, record, _: decoder.name(record),
+    "object": lambda decoder, record, path: decoder.object(record, path),
+    "dataclass": lambda decoder, record, path: decoder.dataclass(record, path),
+    "namedtuple": lambda decoder, record, path: decoder.namedtuple(record, path),
+    "module": lambda decoder, record, path: decoder.module(record, path),
+    "partial": lambda decoder, record, path: decoder.partial(record, path),
     "tensor": lambda decoder, record, path: decoder.tensor(record, path),
     "array": lambda decoder, record, path: decoder.array(record, path),
 }
@@ -416,7 +553,7 @@ def children(tree: Any, *, at: str = "", file: object = "state.json") -> Mapping
     """Return the encoded values of a dict by key, or the encoded items of a list or tuple; None for other trees.
 
     Example:
-        >>> from trainer_kit.checkpoint.codec import encode
+        >>> from trainer_kit.checkpoint.encoding import encode
         >>> children(encode({"a": {1: "one"}}, {}))
         {'a': {'$': 'dict', 'v': [[1, 'one']]}}
         >>> children(children(encode({"a": {1: "one"}}, {}))["a"])
@@ -439,6 +576,26 @@ def children(tree: Any, *, at: str = "", file: object = "state.json") -> Mapping
         return {decode(key, {}, at=at, file=file): item for key, item in value}
     except (TypeError, ValueError) as error:
         raise CheckpointError(file, at or None, f"damaged record of a dict: {error}") from error
+
+
+def holds_record(value: Any) -> bool:
+    """Whether a decoded value holds an `EnumRecord` or an `ObjectRecord` in place of an object.
+
+    Example:
+        >>> holds_record(decode({"kind": {"$": "name", "v": "elsewhere.Kind"}}, {}))
+        True
+    """
+    if isinstance(value, (EnumRecord, ObjectRecord)):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(holds_record, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(holds_record, value))
+    if isinstance(value, partial):
+        return holds_record([value.args, value.keywords])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return holds_record(attributes_of(value))
+    return False
 
 
 def tensor_record(tree: Any) -> Mapping[str, Any] | None:

@@ -1,0 +1,164 @@
+"""Command lines that name a checkpoint: the module's arguments that they leave out come from it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import pairwise
+from pathlib import PurePath
+from typing import Any, Final, final
+
+import yaml
+
+from trainer_kit.checkpoint.codecs import import_path
+from trainer_kit.checkpoint.manifest import read_manifest
+from trainer_kit.checkpoint.read import is_complete, read_checkpoint
+from trainer_kit.checkpoint.weights import read_module
+from trainer_kit.core.display import mask_secrets
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.core.location import locate
+
+__all__ = ["CheckpointWords", "read_hyper_parameters", "words_from_checkpoint"]
+
+_MODEL: Final = "model"
+_UNWRITABLE: Final = object()
+
+
+@final
+@dataclass(frozen=True)
+class CheckpointWords:
+    """Hyperparameters of a checkpoint as options of a command line.
+
+    Attributes:
+        options: to be appended to the words of the user.
+        line: which values come from where; "" if there is nothing to say.
+    """
+
+    options: tuple[str, ...] = ()
+    line: str = ""
+
+
+def words_from_checkpoint(
+    words: Sequence[str], files: Iterable[Mapping[str, Any]], known: Collection[str], kinds: Sequence[type[Any]] | None
+) -> CheckpointWords:
+    """The options that a command line takes from the hyperparameters in its ``--ckpt_path``.
+
+    Args:
+        words: of the command line.
+        files: the contents of its configuration files, in their order.
+        known: all options of the command, such as ``--model.width``.
+        kinds: the classes among which ``--model`` chooses; None: the class is fixed.
+    """
+    settings = [*files, *({option.removeprefix("--"): value} for option, value in _options(words))]
+    path = next((entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")), None)
+    hparams = {} if not isinstance(path, str) or path in ("last", "best") else read_hyper_parameters(path)
+    explicit = {name for entry in settings for name in _model_arguments(entry)}
+    accepted = _accepted(settings, known, kinds)
+    taken, refused = {}, []
+    for name, value in hparams.items():
+        if name in explicit or name not in accepted:
+            continue
+        text = _as_text(value)
+        if text is None:
+            refused.append(name)
+        else:
+            taken[name] = text
+    if not taken and not refused:
+        return CheckpointWords()
+    shown = mask_secrets({name: hparams[name] for name in taken})
+    listed = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+    line = f"hyperparameters of {path}: {listed or 'none'}"
+    overridden = [name for name in hparams if name in explicit and name in accepted]
+    if overridden:
+        line += f"; from the command line or a configuration file: {', '.join(overridden)}"
+    if refused:
+        line += f"; to be passed, since no option can hold them: {', '.join(refused)}"
+    return CheckpointWords(tuple(f"--{_MODEL}.{name}={text}" for name, text in taken.items()), line)
+
+
+def read_hyper_parameters(path: str) -> dict[str, Any]:
+    """The hyperparameters in a checkpoint; empty if there are none, or if ``path`` is no checkpoint."""
+    location = locate(path)
+    try:
+        if is_complete(location):
+            parts = [part for part in ("hyper_parameters",) if part in read_manifest(location)["parts"]]
+            found = read_checkpoint(location, parts=parts).get("hyper_parameters", {})
+        else:
+            found = read_module(location)["hyper_parameters"]
+    except CheckpointError:  # the entry point raises it
+        return {}
+    return {str(name): value for name, value in found.items()}
+
+
+def _options(words: Sequence[str]) -> list[tuple[str, Any]]:
+    joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
+    separate = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
+    return [(option, _parsed(option, text)) for option, text in [*joined, *separate]]
+
+
+def _parsed(option: str, text: str) -> Any:
+    if option != f"--{_MODEL}":
+        return text
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
+
+
+def _model_arguments(entry: Mapping[str, Any]) -> set[str]:
+    """The arguments of the module that one setting gives."""
+    names = set()
+    for key, value in entry.items():
+        if key == _MODEL and isinstance(value, Mapping):
+            inner = value.get("init_args")
+            names |= set(value) | (set(inner) if isinstance(inner, Mapping) else set())
+        elif key.startswith(f"{_MODEL}."):
+            names.add(key.removeprefix(f"{_MODEL}.").removeprefix("init_args.").partition(".")[0])
+    return names
+
+
+def _accepted(
+    settings: Sequence[Mapping[str, Any]], known: Collection[str], kinds: Sequence[type[Any]] | None
+) -> set[str]:
+    """The arguments that the chosen class takes."""
+    if kinds is None:
+        prefix = f"--{_MODEL}."
+        return {option.removeprefix(prefix).partition(".")[0] for option in known if option.startswith(prefix)}
+    named = ""
+    for entry in settings:
+        value = entry.get(f"{_MODEL}.class_path", entry.get(_MODEL, named))
+        named = value.get("class_path", named) if isinstance(value, Mapping) else value
+    for kind in kinds:
+        if named in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}"):
+            return set(inspect.signature(kind).parameters)
+    return set()
+
+
+def _as_text(value: Any) -> str | None:
+    """A hyperparameter as the text of an option; None if no option can hold it."""
+    plain = _plain(value)
+    if plain is _UNWRITABLE:
+        return None
+    return plain if isinstance(plain, str) else json.dumps(plain)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.name
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, Mapping):
+        items = {str(key): _plain(item) for key, item in value.items()}
+        return _UNWRITABLE if set(items) == {"repr"} or _UNWRITABLE in items.values() else items
+    if isinstance(value, (list, tuple)):
+        parts = [_plain(item) for item in value]
+        return _UNWRITABLE if any(part is _UNWRITABLE for part in parts) else parts
+    if callable(value):
+        name = import_path(value)
+        return _UNWRITABLE if name is None else name
+    return _UNWRITABLE

@@ -1,0 +1,129 @@
+"""The names of weights in a state: those of the user's model, without torch's wrappers, whichever of them it has."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from typing import Any, Final, TypeVar
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import nn
+
+__all__ = [
+    "load_module_weights",
+    "named_state",
+    "names_in",
+    "plain_state",
+    "report_differences",
+    "state_name",
+    "uncompiled",
+    "without_wrappers",
+]
+
+_WRAPPERS: Final = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What ``torch.compile`` and torch's activation checkpointing put before the names inside a wrapped module."""
+_COMPILED: Final = "_orig_mod"
+_MOST: Final = 5
+_Object = TypeVar("_Object")
+
+
+def state_name(name: str) -> str:
+    """The name of a weight without the names of torch's wrappers.
+
+    Example:
+        >>> state_name("blocks.0._checkpoint_wrapped_module.weight"), state_name("net._orig_mod.bias")
+        ('blocks.0.weight', 'net.bias')
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def uncompiled(module: _Object) -> _Object:
+    """The module inside the result of ``torch.compile``; any other object itself.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Linear(1, 1)
+        >>> uncompiled(torch.compile(net, backend="eager")) is net, uncompiled(net) is net
+        (True, True)
+    """
+    # A module whose constructor has not called that of nn.Module has no `_modules`.
+    inner: Any = vars(module).get("_modules", {}).get(_COMPILED) if isinstance(module, nn.Module) else None
+    return module if inner is None else inner
+
+
+def without_wrappers(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state with the names that the model has without wrappers; the same object if no name changes."""
+    return _renamed(state, {name: state_name(name) for name in state if isinstance(name, str)})
+
+
+def plain_state(module: nn.Module) -> dict[str, Any]:
+    """``module.state_dict()`` with the names that the module has without wrappers."""
+    return dict(without_wrappers(module.state_dict()))
+
+
+def names_in(module: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state with the names that ``module.load_state_dict`` expects, from names with or without wrappers."""
+    names = {name: state_name(name) for name in state if isinstance(name, str)}
+    if any(_COMPILED in part._modules for part in module.modules()):
+        expected = {state_name(name): name for name in module.state_dict()}
+        names = {name: expected.get(plain, plain) for name, plain in names.items()}
+    return _renamed(state, names)
+
+
+def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str, Any]:
+    if all(name == other for name, other in names.items()):
+        return state
+    renamed = OrderedDict((names.get(name, name), value) for name, value in state.items())
+    metadata = getattr(state, "_metadata", None)  # versions of modules, by their names
+    if metadata is not None:
+        plain = {state_name(f"{name}.")[:-1]: version for name, version in metadata.items()}
+        renamed._metadata = {**metadata, **plain}  # type: ignore[attr-defined]
+    return renamed
+
+
+def load_module_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, **options: Any) -> None:
+    """``module.load_state_dict``; without ``strict`` a warning names what is not loaded.
+
+    Args:
+        module: whose weights are replaced.
+        state: weights by name, with or without the names of wrappers.
+        strict: whether other names are an error.
+        options: further arguments of ``load_state_dict``.
+
+    Raises:
+        RuntimeError: torch's own, for other shapes, and for other names with ``strict``.
+    """
+    result = module.load_state_dict(names_in(module, state), strict=strict, **options)
+    if not strict and result is not None:
+        missing, unexpected = (list(map(state_name, names)) for names in result)
+        report_differences(missing, unexpected)
+
+
+def report_differences(missing: Collection[str], unexpected: Collection[str]) -> None:
+    """Warn on rank 0 about weights that were not loaded; the number of names in the line is bounded.
+
+    Args:
+        missing: names of the module that the state does not have.
+        unexpected: names of the state that the module does not have.
+    """
+    lines = []
+    if missing:
+        lines.append(f"not in the checkpoint, so the module keeps its own values: {_first(missing)}")
+    if unexpected:
+        lines.append(f"only in the checkpoint, so not loaded: {_first(unexpected)}")
+    if lines:
+        rank_zero_warn(f"weights were loaded with strict=False; {'; '.join(lines)}", stacklevel=4)
+
+
+def _first(names: Collection[str]) -> str:
+    listed = sorted(names)
+    rest = len(listed) - _MOST
+    more = f" and {rest} more" if rest > 0 else ""
+    return f"{', '.join(listed[:_MOST])}{more} (keys: {len(listed)})"
+
+
+def named_state(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by their names without wrappers, a tied one under each of its names."""
+    return {state_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
