@@ -94,7 +94,8 @@ def collect(
         state["progress"] = finished(run)
         state["trainable"] = changed_flags(run)
         state["inside_step"] = run.micro.started == progress.step
-        state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
+        owes_validation = run.owes_validation or run.schedule.owes_validation(progress)
+        state["owes_validation"] = not state["inside_step"] and owes_validation
         state["seed"] = seed
         if not run.schedule.may_stop(progress):
             state["stop"] = run.requests.stop  # the request waits for the minimum, in a resumed run too

@@ -83,6 +83,7 @@ def _begin_epoch(run: Fit) -> None:
     if run.reload is not None:
         run.reload()
     run.micro.index = -1
+    run.metrics.proceed()
     run.since = time.monotonic()
     run.schedule.start_epoch(run.progress)
     steps = run.schedule.steps_left(run.progress)

@@ -658,7 +658,7 @@ class Session:
             self.progress.load_state_dict(Progress().state_dict())
         elif self.run is not None:  # an exception may have left it inside a window
             self.progress.load_state_dict(finished(self.run))
-        self.metrics.forget()
+        self.metrics.forget(suspended=not self.continues)
         self.requests.clear()
         self.forget_loaders()
 

@@ -114,6 +114,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         validate(run)
     ran = run.micro.index >= 0
     empty = completed and not ran and progress.epoch_batch == 0  # every later epoch would be empty too
+    run.metrics.suspend()
     reduced = run.metrics.flush_epoch(ran)  # before the hooks, which read it; what they log is reduced below
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
@@ -129,6 +130,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         run.stepper.end_epoch(progress.epoch + 1)
         progress.epoch += 1
         progress.epoch_batch = 0
+    run.metrics.end_epoch(completed)
     _unite(run)
     if run.requests.validation is not None:  # requested by a hook of the epoch
         if run.validation is not None and run.validated != progress.step:
@@ -225,8 +227,12 @@ def validate(run: Fit) -> None:
     run.requests.validation = None
     run.validated = run.progress.step
     run.module.on_validation_model_zero_grad()
-    with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
-        reduced = evaluate(run.validation, run.progress.epoch)
+    try:
+        with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
+            reduced = evaluate(run.validation, run.progress.epoch)
+    except BaseException:
+        run.owes_validation = True  # a run that resumes from here has no values of it
+        raise
     run.publish(reduced.logger, run.progress.step)
     _pass_time(run, count=False)
 
