@@ -227,7 +227,7 @@ class Metrics:
             kept.clear()
 
     def undo(self) -> Callable[[], None]:
-        """Return a function that drops all values logged in steps after this call; metric objects keep their state."""
+        """Return a function that drops all values logged in steps after this call; `remember_metrics` has objects."""
         table, kept = self.table, {key: entry.copied() for key, entry in self.table.items()}
 
         def forget() -> None:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["count_once", "on_host", "place_of", "remember_metrics", "restore_running", "running_states"]
+__all__ = ["count_once", "is_metric", "on_host", "place_of", "remember_metrics", "restore_running", "running_states"]
 
 
 def count_once(module: nn.Module, strategy: Strategy) -> None:
     """Reduce the metrics of ``module`` over the report group, so that ranks with the same batch count once."""
     if strategy.reports.size < strategy.world.size:
         for part in module.modules():
-            if _is_metric(part) and part.process_group is None:  # torchmetrics' own default
+            if is_metric(part) and part.process_group is None:  # torchmetrics' own default
                 part.process_group = strategy.reports.group
 
 
@@ -30,9 +30,7 @@ def place_of(metric: Any, module: nn.Module | None) -> str | None:
 def running_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     """A copy of the state of each metric of ``module`` since its last reset, on its device, by the metric's name."""
     _share_groups(module.modules())
-    return {
-        name: _copied_state(part) for name, part in module.named_modules() if _is_metric(part) and part.update_count
-    }
+    return {name: _copied_state(part) for name, part in module.named_modules() if is_metric(part) and part.update_count}
 
 
 def on_host(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -48,7 +46,7 @@ def _to_host(value: Tensor) -> Tensor:
 def restore_running(module: nn.Module, states: Mapping[str, Mapping[str, Any]]) -> None:
     """Restore `running_states` into the metrics that still exist; a metric without a state is reset."""
     for name, part in module.named_modules():
-        if not _is_metric(part):
+        if not is_metric(part):
             continue
         if name in states:
             _restore_state(part, states[name])
@@ -64,7 +62,7 @@ def remember_metrics(owners: Iterable[Any]) -> Callable[[], None]:
     """
     parts = list({id(part): part for owner in owners for part in _modules_of(owner)}.values())
     _share_groups(parts)
-    states = [(part, _copied_values(vars(part))) for part in parts if _is_metric(part)]
+    states = [(part, _copied_values(vars(part))) for part in parts if is_metric(part)]
 
     def restore() -> None:
         for metric, values in states:
@@ -98,10 +96,11 @@ def _modules_of(owner: Any) -> Iterator[Any]:
 
 
 def _holds_metrics(part: Any) -> bool:
-    return _is_metric(part) or _is_collection(part)
+    return is_metric(part) or _is_collection(part)
 
 
-def _is_metric(part: Any) -> bool:
+def is_metric(part: Any) -> bool:
+    """Whether this is a metric of torchmetrics, which need not be imported."""
     return hasattr(type(part), "update_count")
 
 

@@ -47,6 +47,8 @@ def fit(run: Fit) -> None:
             completed = not settle_resume(run)
             try:
                 for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
+                    if stepper.waiting:  # the last step was not the end of an epoch whose length is unknown
+                        stepper.advance_waiting()
                     forward_backward(micro)  # begin, training_step, backward, end of each
                     stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
                     progress.step += 1
