@@ -21,7 +21,8 @@ def remember_effects(module: nn.Module, callbacks: Iterable[Any] = (), attribute
     """Return a function that undoes what steps change from here on, as often as it is called.
 
     It puts back buffers, metric objects, and the public attributes of the user's modules: numbers, small tensors,
-    lists, dicts and sets, and which object any other name is bound to. Random generators and logged values are the caller's.
+    lists, dicts and sets, and which object any other name is bound to. Random generators and logged values are the
+    caller's.
 
     Args:
         module: whose steps run.
