@@ -59,8 +59,8 @@ class AutoMicroBatch(Callback):
 
     A split step calls ``training_step`` once per part. Computations over the full batch (``BatchNorm``, contrastive
     losses) therefore have another result, and dropout draws other numbers. When a window is repeated, its hooks are
-    called again. The failed attempt leaves no trace in buffers, logged values, metric objects of the module and of
-    callbacks, and public attributes of the module that are numbers, lists, dicts or sets.
+    called again, and attributes that ``training_step`` has set are not undone. The failed attempt leaves no trace in
+    buffers, logged values, counts of samples, and metric objects of the module and of callbacks.
 
     With several ranks gradients are synchronised after the backward of a window, not during it. Each step of a run with
     this callback costs a copy of buffers and metric states, and one small collective.

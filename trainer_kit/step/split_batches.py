@@ -65,7 +65,7 @@ class SplitBatches:
     Args:
         strategy: under which each rank can run a window without an exchange.
         inside: the context in which nothing is exchanged.
-        module: whose gradients, buffers, metric objects and attributes a failed attempt has changed.
+        module: whose gradients, buffers and metric objects a failed attempt has changed.
         callbacks: whose metric objects its hooks have updated.
         metrics: where a failed attempt has logged.
         loss_weight: the user's, or None for the number of samples.
@@ -161,7 +161,7 @@ class SplitBatches:
         """Returns what puts everything back that a window changes."""
         device, progress, module = self._strategy.device, micro.progress, self._module
         noise, logged = rng_state(device), self._metrics.undo()
-        effects = remember_effects(module, self._callbacks)
+        effects = remember_effects(module, self._callbacks, attributes=False)
         counts = [(name, getattr(progress, name)) for name in _COUNTS]
         kept = [(name, getattr(micro, name)) for name in _OF_MICRO]
         losses = len(micro.losses)

@@ -234,12 +234,17 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     for callback in trainer.callbacks:
         if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
             run.schedule.intervals.append(Interval(callback.acts_every, partial(callback.act, trainer, module)))
-    if isinstance(stepper, Stepper):
-        stepper.wake = run.wake
-    if stepper.evaluates:
-        micro.remember(stepper.draws)
+    _connect_stepper(run)
     run.guard = _guard(trainer, run, datamodule)
     return run
+
+
+def _connect_stepper(run: Fit) -> None:
+    """Let the loop settle a step in which schedulers wait, and remember windows that an optimizer evaluates again."""
+    if isinstance(run.stepper, Stepper):
+        run.stepper.wake = run.wake
+    if run.stepper.evaluates:
+        run.micro.remember(run.stepper.draws)
 
 
 def _forward_backward(
