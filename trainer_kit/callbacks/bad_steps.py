@@ -174,14 +174,16 @@ class NaNGuard(Callback):
     A good step has no cost and no device synchronisation. A copy is taken between steps, at most once in 200 times the
     time that taking one needs, so it costs at most 0.5 % of the run. It needs memory of the size of a checkpoint on the
     host (for a sharded model on the device). Hooks and values of ``state_dict`` are called as for a checkpoint; the
-    hooks of steps that are trained again are called again. Checkpoints that were written stay, but those with steps
+    hooks of steps that are trained again are called again. Steps that are left out or trained again leave no trace in
+    metric objects of the module and of callbacks, in logged values, and in public attributes of the module that are
+    numbers, lists, dicts or sets. Checkpoints that were written stay, but those with steps
     that ``"rollback"`` leaves out are written again.
 
     Args:
         policy: ``"raise"``; ``"skip"``: leave out the step, as if its batches were not in the data; ``"rollback"``:
             leave out ``n`` steps before it, too; if the run was killed before it found the bad step, those since its
-            checkpoint at most. A step that is left out counts in ``global_step``; learning rate schedules do not
-            advance in it.
+            checkpoint at most. A step that is left out counts in ``global_step``; its samples and tokens are not
+            counted, and learning rate schedules do not advance in it.
         n: how many steps before the bad one ``"rollback"`` leaves out.
         max_skips: so many bad steps may be left out in one run; the next one is an error.
 

@@ -18,8 +18,9 @@ class ReplayCheck(Callback):
 
     A device that computes wrongly without an error (silent data corruption) gives another result; the run then ends
     before that step changes a weight, and the error names rank, device and the first gradient that differs. The second
-    run sees the same batches, random numbers and buffers, calls no hook and logs nothing. Training is not changed, but
-    for the rounding of gradients that several ranks of DDP exchange after the backward instead of during it.
+    run sees the same batches, random numbers, buffers and metric objects, and leaves no trace in them; it calls no hook
+    and logs nothing. Attributes that ``training_step`` sets are not undone. Training is not changed, but for the
+    rounding of gradients that several ranks of DDP exchange after the backward instead of during it.
 
     Kernels that are not deterministic differ too: check with ``deterministic=True`` first. On engines other than one
     device and DDP every rank sees what another one sent, so a difference may be reported by more ranks than caused it.
@@ -58,10 +59,11 @@ class AutoMicroBatch(Callback):
 
     A split step calls ``training_step`` once per part. Computations over the full batch (``BatchNorm``, contrastive
     losses) therefore have another result, and dropout draws other numbers. When a window is repeated, its hooks are
-    called again, and attributes that ``training_step`` has set are not undone.
+    called again, and attributes that ``training_step`` has set are not undone. The failed attempt leaves no trace in
+    buffers, logged values, counts of samples, and metric objects of the module and of callbacks.
 
     With several ranks gradients are synchronised after the backward of a window, not during it. Each step of a run with
-    this callback costs a copy of the buffers and one small collective.
+    this callback costs a copy of buffers and metric states, and one small collective.
 
     Args:
         parts: the number of parts of each batch, from the first step on.

@@ -184,14 +184,11 @@ class Entry:
         self.metric = restored.metric
 
     def clear(self) -> None:
-        """Drop the recorded values."""
+        """Drop the recorded values; a metric object keeps its state, which hooks of the epoch's end may read."""
         self.values.clear()
         self.weights.clear()
-        self.sums = self.last = None
+        self.sums = self.last = self.metric = None
         self.turn = -1
-        if self.metric is not None:
-            self.metric.reset()
-            self.metric = None
 
 
 def _unknown(name: str, values: Tensor) -> float:
@@ -422,6 +419,5 @@ def _computed(entry: Entry, step: bool) -> float:
     metric.reset()  # a stage of a pipeline may have counted what another rank reports
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was never updated
-        value = float(metric.compute())  # sync point: the flush
-    metric.reset()  # it remembers what it computed
-    return value
+        # It remembers the value, as on the other ranks: a hook that reads it starts no exchange on this rank alone.
+        return float(metric.compute())  # sync point: the flush

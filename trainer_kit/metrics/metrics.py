@@ -16,7 +16,7 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.data import Feed
 from trainer_kit.metrics.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced, agreed, reduced
-from trainer_kit.metrics.objects import place_of, restore_running, running_states
+from trainer_kit.metrics.objects import on_host, place_of, remember_metrics, restore_running, running_states
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Metrics"]
@@ -62,6 +62,9 @@ class Metrics:
         self._shown: dict[str, Tensor] = {}
         self._homeless: set[int] = set()
         self._settled: dict[str, int] = {}  # name of a value of an evaluation or a finished epoch -> its step
+        self._reduced: list[Any] = []  # metric objects of an epoch whose last hook may still read them
+        self._suspended: dict[str, Any] | None = None  # see `suspend`
+        self._before_evaluation: Callable[[], None] = _nothing
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
@@ -168,6 +171,8 @@ class Metrics:
 
     def enter(self, stage: str) -> None:
         """Record values of ``stage`` from now on; values of its previous round are dropped."""
+        if self.module is not None:
+            self._before_evaluation = remember_metrics([self.module])
         self._tables[stage] = self.table = {}
         self.loader, self.by_batch = None, False
         self.leave_batch()
@@ -181,8 +186,12 @@ class Metrics:
         """Whether logged values belong to an evaluation."""
         return self.table is not self._tables["train"]
 
-    def leave(self) -> None:
-        """Return from an evaluation to training."""
+    def leave(self, completed: bool = True) -> None:
+        """Return from an evaluation to training; one that was not completed leaves no trace in metric objects."""
+        if not completed:
+            self._reduced.clear()
+            self._before_evaluation()
+        self._before_evaluation = _nothing
         self.table = self._tables["train"]
         self.loader = None
         self.absent.clear()
@@ -197,8 +206,17 @@ class Metrics:
         finally:
             self._tables["train"] = self.table = before
 
-    def forget(self) -> None:
-        """Drop all recorded and reduced values, before a new run."""
+    def forget(self, suspended: bool = True) -> None:
+        """Drop all recorded and reduced values, before a new run.
+
+        Args:
+            suspended: whether those that `suspend` holds are dropped, too.
+        """
+        if suspended:
+            self._suspended = None
+        logged = [entry.metric for entry in self._tables["train"].values() if entry.metric is not None]
+        self._reduced += logged  # of a run that was interrupted
+        self.reset_objects()
         self._tables = {"train": {}}
         self.table = self._tables["train"]
         self.hook, self.feed = "", None
@@ -209,7 +227,7 @@ class Metrics:
             kept.clear()
 
     def undo(self) -> Callable[[], None]:
-        """Return a function that drops all values logged in steps after this call; metric objects keep their state."""
+        """Return a function that drops all values logged in steps after this call; `remember_metrics` has objects."""
         table, kept = self.table, {key: entry.copied() for key, entry in self.table.items()}
 
         def forget() -> None:
@@ -242,9 +260,38 @@ class Metrics:
             # Values of steps between two flushes: callbacks that monitor them read them now.
             self._publish([e for e in entries if e.on_step], step=True, ran=ran, log=False)
         result = self._publish([e for e in entries if e.on_epoch], step=False, ran=ran)
+        self._reduced += [entry.metric for entry in entries if entry.metric is not None]
         for entry in entries:
             entry.clear()
         return result
+
+    def reset_objects(self) -> None:
+        """Reset the metric objects that were logged in an epoch which is over: its last hook has read them."""
+        for metric in self._reduced:
+            metric.reset()
+        self._reduced.clear()
+
+    def suspend(self) -> None:
+        """Hold the values of the training epoch as they are now, for checkpoints that are taken from here on.
+
+        At the end of an epoch they are reduced, and hooks may reset metric objects; but a run that ends inside its
+        epoch is continued there, and a test that follows has values of its own.
+        """
+        if self._suspended is None:
+            self._suspended = self._present_state()
+
+    def proceed(self) -> None:
+        """Continue the epoch whose values `suspend` holds, if there is one."""
+        if self._suspended is not None:
+            state = self.state_dict()
+            self._tables["train"].clear()
+            self.load_state_dict(state)
+
+    def end_epoch(self, completed: bool) -> None:
+        """Reset the metric objects of a training epoch; a completed one is not continued."""
+        self.reset_objects()
+        if completed:
+            self._suspended = None
 
     def _publish(self, entries: list[Entry], step: bool, ran: bool, log: bool = True) -> Reduced:
         group = self.group
@@ -253,6 +300,7 @@ class Metrics:
         if not alone and group is not None:
             shared = sorted(shared, key=_by_name) if self.counts else []
             shared = agreed(shared, group, ran and self.counts, self.absent, self.module)
+            self._reduced += [entry.metric for entry in shared if entry.borrowed]
         result = Reduced()
         for entry, value in zip(shared, reduced(shared, step, group), strict=True):
             self._deliver(result, entry, value, step)
@@ -314,11 +362,19 @@ class Metrics:
 
     def state_dict(self) -> dict[str, Any]:
         """Partial sums of the running epoch, the latest values, and the values of the last reduction."""
-        recorded = [entry for entry in self._tables["train"].values() if entry.recorded]
+        state = self._present_state() if self._suspended is None else dict(self._suspended)
+        entries: list[Entry] = state["running"]
+        state["running"] = [entry.state(self._place(entry)) for entry in entries]
+        state["objects"] = on_host(state["objects"])
+        return state
+
+    def _present_state(self) -> dict[str, Any]:
+        """What `state_dict` returns, on the device and with entries."""
+        recorded = [entry.copied() for entry in self._tables["train"].values() if entry.recorded]
         names = {*self.callback, *chain.from_iterable(entry.now() for entry in recorded)}
         return {
-            "running": [entry.state(self._place(entry)) for entry in recorded],
-            "objects": {} if self.module is None else running_states(self.module),
+            "running": recorded,
+            "objects": self._running_objects(),
             "callback": dict(self.callback),
             "logged": dict(self.logged),
             "progress_bar": dict(self.progress_bar),
@@ -330,6 +386,15 @@ class Metrics:
             "flushed": self._flushed,
             "settled": dict(self._settled),
         }
+
+    def _running_objects(self) -> dict[str, Any]:
+        """The states of the metric objects, without those that are reset at the end of a running evaluation."""
+        if self.module is None:
+            return {}
+        evaluated = self.table.values() if self.evaluating else ()
+        left_out = {*map(id, self._reduced), *(id(entry.metric) for entry in evaluated)}
+        places = {name for name, part in self.module.named_modules() if id(part) in left_out}
+        return {name: state for name, state in running_states(self.module).items() if name not in places}
 
     def _place(self, entry: Entry) -> str | None:
         if entry.metric is None:
@@ -346,6 +411,7 @@ class Metrics:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore ``state_dict``; the next `log` of a name may change its options."""
+        self._suspended = None
         self.callback.update(state.get("callback", {}))
         self.logged.update(state.get("logged", {}))
         self.progress_bar.update(state.get("progress_bar", {}))
@@ -397,3 +463,7 @@ def _by_name(entry: Entry) -> tuple[str, str, int]:
 
 def _one() -> float:
     return 1.0
+
+
+def _nothing() -> None:
+    """Do nothing: no evaluation runs."""

@@ -111,7 +111,11 @@ def collect(
         state["progress"] = finished(run)
         state["trainable"] = changed_flags(run)
         state["inside_step"] = run.micro.started == progress.step
-        state["owes_validation"] = not state["inside_step"] and run.schedule.owes_validation(progress)
+        owes_validation = run.owes_validation or run.schedule.owes_validation(progress)
+        state["owes_validation"] = not state["inside_step"] and owes_validation
+        if run.stepper.waiting and not state["inside_step"]:
+            schedulers = run.stepper.made.schedulers
+            state["waiting_schedulers"] = [i for i, one in enumerate(schedulers) if one in run.stepper.waiting]
         state["seed"] = seed
         if not run.schedule.may_stop(progress):
             state["stop"] = run.requests.stop  # the request waits for the minimum, in a resumed run too
@@ -247,6 +251,7 @@ def restore(
     run.schedule.mark_checked(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
     run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
+    run.stepper.wait(made.schedulers[index] for index in state.get("waiting_schedulers", ()))
     fail_together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
 
 

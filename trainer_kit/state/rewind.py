@@ -28,7 +28,7 @@ class _Held:
     step: int
     tree: Any
     tensors: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
+    undo: Callable[[], None]
     length: int
 
     def state(self) -> dict[str, Any]:
@@ -60,6 +60,7 @@ class Guard:
     Args:
         collect: the state of the run without an effect on it; every rank must call it.
         restore: puts it back.
+        remember: returns what undoes the effects of later steps that no checkpoint holds: see `remember_effects`.
         raises: raise at the step that is not finite; otherwise leave it out.
         back: how many steps before it are left out, too.
         most: the error is raised once so many steps were not finite.
@@ -73,13 +74,14 @@ class Guard:
         self,
         collect: Callable[[], dict[str, Any]],
         restore: Callable[[Mapping[str, Any]], None],
+        remember: Callable[[], Callable[[], None]],
         *,
         raises: bool,
         back: int,
         most: int,
         left_out: list[int],
     ) -> None:
-        self._collect, self._restore = collect, restore
+        self._collect, self._restore, self._remember = collect, restore, remember
         self._raises, self._back, self._most, self._left_out = raises, back, most, left_out
         self._states: list[_Held] = []
         self._cost = self._held_at = 0.0
@@ -119,8 +121,7 @@ class Guard:
         tensors = (
             {name: tensor.detach().clone() for name, tensor in tensors.items()} if run.strategy.sharded else tensors
         )
-        buffers = {name: buffer.detach().clone() for name, buffer in run.module.named_buffers()}
-        self._states.append(_Held(step, tree, tensors, buffers, run.windows.length))
+        self._states.append(_Held(step, tree, tensors, self._remember(), run.windows.length))
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
             self._states.pop(0)
         self._written = [one for one in self._written if one[0] > self._states[0].step]
@@ -169,9 +170,7 @@ class Guard:
         run.windows.length = held.length
         run.micro.losses, run.micro.started = [], -1
         self._restore(held.state())
-        for name, buffer in run.module.named_buffers():
-            if name in held.buffers:
-                buffer.copy_(held.buffers[name])
+        held.undo()
         for parameter in run.module.parameters():
             parameter.grad = None  # if no optimizer has it, nothing else drops its gradient
         run.progress.seconds, run.validated = seconds, -1

@@ -87,13 +87,11 @@ class WindowLoader:
         return self._tracked(windows) if self.feed.stateful else windows
 
     def _without(self, windows: Iterator[MicroBatches], progress: Progress) -> Iterator[MicroBatches]:
-        """Replace the windows of steps in ``left_out`` by windows without micro-batches."""
+        """Replace the windows of steps in ``left_out`` by windows without micro-batches: nothing is trained on them."""
         for micro in windows:
             if micro.started + 1 in self.left_out:
                 progress.batch += micro.count
                 progress.epoch_batch += micro.count
-                progress.samples += sum(micro.sizes[: micro.count])
-                progress.tokens += micro.tokens
                 micro.count, micro.batch = 0, None
             yield micro
 

@@ -91,6 +91,7 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
         if run.listeners("epoch_end") or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
         _call(run, "end")
+        run.metrics.reset_objects()
     return reduced
 
 
@@ -236,7 +237,7 @@ class _Evaluating:
         ending.failed.append(lambda error: restore_modes(module))
         ending.cleanup += [
             lambda error: self._gradients.__exit__(None, None, None),
-            lambda error: self._leave_table(*before),
+            lambda error: self._leave_table(error is None, *before),
             lambda error: getattr(module, f"on_{self._kind}_model_train")(),
             lambda error: forget_modes(module),
         ]
@@ -248,9 +249,9 @@ class _Evaluating:
             ending.__exit__(*sys.exc_info())
             raise
 
-    def _leave_table(self, hook: str, weight: float | None, feed: Feed | None) -> None:
+    def _leave_table(self, completed: bool, hook: str, weight: float | None, feed: Feed | None) -> None:
         metrics = self._run.metrics
-        metrics.leave()
+        metrics.leave(completed)
         metrics.hook, metrics.weight, metrics.feed = hook, weight, feed
 
     def __exit__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
+from trainer_kit.metrics.objects import remember_metrics
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
@@ -58,6 +59,8 @@ class Stepper:
     Attributes:
         several: the parameters of each optimizer, if optimizers are named.
         trained: whether a step has had a gradient; None before the first step with a loss.
+        waiting: the schedulers that are due at the last step and monitor a value: they advance after its validation.
+        wake: called when a scheduler waits, so that the loop settles this step.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Stepper:
         self._own_clip = is_overridden("configure_gradient_clipping", module, TrainModule)
         self._own_step = is_overridden("optimizer_step", module, TrainModule)
         self._own_schedule = is_overridden("lr_scheduler_step", module, TrainModule)
+        self.waiting: list[LRSchedulerConfig] = []
+        self.wake: Callable[[], None] = _nothing
         self._all: list[nn.Parameter] = []
         self.several: dict[str, list[nn.Parameter]] | None = None if made.names is None else {}
         self.read_groups()
@@ -179,18 +184,20 @@ class Stepper:
         return group.all_reduce(whole) / self.strategy.gradient_divisor
 
     def _evaluate(self, optimizer: Optimizer) -> None:
-        """Run the window again, without changing the gradients of other optimizers."""
+        """Run the window again, without changing the gradients of other optimizers or counting in metric objects."""
         mine = {id(parameter) for parameter in self._parameters[id(optimizer)]}
         others = [(parameter, parameter.grad) for parameter in self._all if id(parameter) not in mine]
         for parameter, _ in others:
             parameter.grad = None
         clip = next(clip for one, clip, _ in self._runs if one is optimizer)
+        undo_metrics = remember_metrics([self.module])
         with self.window.again():
             self.strategy.forward_backward(self.window)
             for hook in self.bus.on_before_optimizer_step:
                 hook(optimizer)
             if clip is not None:
                 clip()
+        undo_metrics()
         for parameter, gradient in others:
             parameter.grad = gradient
 
@@ -246,8 +253,23 @@ class Stepper:
             self.precision.end_step()
         for config in self.made.schedulers:  # callbacks may have replaced them
             due = config.interval == "step" and (window.progress.step + 1) % config.frequency == 0
-            if due and not (skipped and config.optimizer in skipped):
+            if not due or (skipped and config.optimizer in skipped):
+                continue
+            if config.monitor is None:
                 self.advance(config)
+            else:
+                self.waiting.append(config)
+                self.wake()
+
+    def wait(self, configs: Iterable[LRSchedulerConfig]) -> None:
+        """Set the schedulers that wait for the values of the last step, in a run that resumes behind it."""
+        self.waiting = list(configs)
+
+    def advance_waiting(self) -> None:
+        """Advance the schedulers that wait for the values of the last step. Every rank must call it."""
+        waiting, self.waiting = self.waiting, []
+        for config in waiting:
+            self.advance(config)
 
     def end_epoch(self, completed: int) -> None:
         """Advance the schedulers that count epochs; ``completed`` epochs are over."""
@@ -346,6 +368,7 @@ class ManualStepper:
 
     evaluates = draws = False
     several = None
+    waiting: Sequence[LRSchedulerConfig] = ()
 
     def __init__(
         self, made: Optimizers, module: TrainModule, strategy: Strategy, precision: Precision, bus: Bus
@@ -390,6 +413,12 @@ class ManualStepper:
     def advance(self, config: LRSchedulerConfig) -> None:
         """The user advances schedulers."""
 
+    def wait(self, configs: Iterable[LRSchedulerConfig]) -> None:
+        """The user advances schedulers."""
+
+    def advance_waiting(self) -> None:
+        """The user advances schedulers."""
+
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Weight and scale the loss, and run the module's backward, which averages gradients over the ranks."""
         micro = self.window
@@ -405,3 +434,7 @@ class ManualStepper:
         self._backward(loss, *args, **kwargs)
         for hook in self.bus.on_after_backward:
             hook()
+
+
+def _nothing() -> None:
+    """Do nothing: no loop waits."""

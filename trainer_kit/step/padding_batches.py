@@ -14,13 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from trainer_kit.core.errors import DataError
-from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
 from trainer_kit.core.tensors import map_tensors
 from trainer_kit.data import MISSING, Feed
-from trainer_kit.metrics.objects import restore_running, running_states
 from trainer_kit.step.micro_batch import MicroBatches
+from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["PaddingBatches", "padded_to_longest", "shared_batch", "without_side_effects"]
@@ -126,47 +125,10 @@ def padded_to_longest(feed: Feed, batches: Iterator[Any], strategy: Strategy) ->
 
 @contextmanager
 def without_side_effects(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Undo what a step does to buffers, metrics and generators, and to what TrainModules keep in numbers and lists."""
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    counted = running_states(module)
-    # Metrics are modules, too: their attributes are states, which `restore_running` puts back.
-    modules = [part for part in module.modules() if part is module or isinstance(part, TrainModule)]
-    kept = [(part, {name: value for name, value in vars(part).items() if name[0] != "_"}) for part in modules]
-    undo = [_undo(value) for _, own in kept for value in own.values()]
+    """Undo what a step does to generators, buffers, metrics and attributes of the user's modules."""
+    undo = remember_effects(module)
     with preserved_rng(device):
         try:
             yield
         finally:
-            for buffer, before in buffers:
-                buffer.data.copy_(before)  # as data: a backward may still look at whether it was written to
-            for name, part in module.named_modules():
-                if name not in counted and hasattr(type(part), "update_count") and part.update_count:
-                    part.reset()
-            restore_running(module, counted)
-            for put_back in undo:
-                put_back()
-            for part, own in kept:
-                now = vars(part)
-                for name in [name for name in now if name[0] != "_" and name not in own]:
-                    del now[name]
-                now.update(own)
-
-
-def _undo(value: Any) -> Callable[[], None]:
-    """Return a function that restores the items of a list, dict or set, nested too."""
-    if type(value) not in (list, dict, set):
-        return _nothing
-    before = value.copy()
-    inside = [_undo(item) for item in (value.values() if type(value) is dict else value)]
-
-    def put_back() -> None:
-        value.clear()
-        (value.extend if type(value) is list else value.update)(before)
-        for undo in inside:
             undo()
-
-    return put_back
-
-
-def _nothing() -> None:
-    """Do nothing: the object is not a container."""

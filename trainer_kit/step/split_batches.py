@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -21,6 +21,7 @@ from trainer_kit.core.tensors import is_tensor, local, map_leaves, sequence_like
 from trainer_kit.data.sizes import batch_size_of
 from trainer_kit.metrics.metrics import Metrics
 from trainer_kit.step.micro_batch import EarlyEpochExit, MicroBatches
+from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["ReplayedSteps", "SplitBatches", "split"]
@@ -76,7 +77,8 @@ class SplitBatches:
     Args:
         strategy: under which each rank can run a window without an exchange.
         inside: the context in which nothing is exchanged.
-        module: whose gradients and buffers a failed attempt has changed.
+        module: whose gradients, buffers and metric objects a failed attempt has changed.
+        callbacks: whose metric objects its hooks have updated.
         metrics: where a failed attempt has logged.
         loss_weight: the user's, or None for the number of samples.
         state: has ``parts``, which is kept in checkpoints.
@@ -88,12 +90,14 @@ class SplitBatches:
         strategy: Strategy,
         inside: Callable[[], AbstractContextManager[Any]],
         module: nn.Module,
+        callbacks: Sequence[Any],
         metrics: Metrics,
         loss_weight: Callable[[Any], Any] | None,
         state: SplitsBatches,
         say: Callable[[str], None],
     ) -> None:
-        self._strategy, self._inside, self._module, self._metrics = strategy, inside, module, metrics
+        self._strategy, self._inside, self._module, self._callbacks = strategy, inside, module, callbacks
+        self._metrics = metrics
         self._loss_weight, self._state, self._say = loss_weight, state, say
         self._largest = 0
 
@@ -169,7 +173,7 @@ class SplitBatches:
         """Returns what puts everything back that a window changes."""
         device, progress, module = self._strategy.device, micro.progress, self._module
         noise, logged = rng_state(device), self._metrics.undo()
-        buffers = _buffers(module)
+        effects = remember_effects(module, self._callbacks, attributes=False)
         counts = [(name, getattr(progress, name)) for name in _COUNTS]
         kept = [(name, getattr(micro, name)) for name in _OF_MICRO]
         losses = len(micro.losses)
@@ -177,7 +181,7 @@ class SplitBatches:
         def undo() -> None:
             restore_rng(noise, device)
             logged()
-            _put(buffers)
+            effects()
             for name, count in counts:
                 setattr(progress, name, count)
             for name, value in kept:
@@ -216,18 +220,19 @@ class ReplayedSteps:
             self._strategy.forward_backward(micro)
             return
         device, module = self._strategy.device, self._module
-        noise, buffers = rng_state(device), _buffers(module)
+        noise, to_start = rng_state(device), remember_effects(module, attributes=False)
         self._run(micro)
-        first, loss, noise_after, buffers_after = _gradients(module), micro.loss, rng_state(device), _buffers(module)
+        first, loss = _gradients(module), micro.loss
+        noise_after, to_end = rng_state(device), remember_effects(module, attributes=False)
         losses = len(micro.losses)
         restore_rng(noise, device)
-        _put(buffers)
+        to_start()
         with micro.again():
             self._run(micro)
             loss_again = micro.loss
         del micro.losses[losses:]
         restore_rng(noise_after, device)
-        _put(buffers_after)
+        to_end()
         again = _gradients(module)
         differ = [name for name in first if name not in again or not same_bits(first[name], again[name])]
         self._compare(micro.started + 1, differ, [loss, loss_again])
@@ -265,13 +270,3 @@ def _gradients(module: nn.Module) -> dict[str, Tensor]:
     return {
         name: local(p.grad.detach()).to_dense().clone() for name, p in module.named_parameters() if p.grad is not None
     }
-
-
-def _buffers(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    return [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-
-
-def _put(buffers: Iterable[tuple[Tensor, Tensor]]) -> None:
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)

@@ -41,6 +41,7 @@ from trainer_kit.step.optimizers import LRSchedulerConfig, Optimizers, check_par
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Interval, Schedule, check_tokens
+from trainer_kit.step.side_effects import remember_effects
 from trainer_kit.step.split_batches import ReplayedSteps, SplitBatches
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
@@ -153,7 +154,7 @@ def compose_evaluation(
 
     def publish(reduced: Reduced, batch: int) -> None:
         if not trainer.sanity_checking:
-            trainer.log_metrics(reduced.logger, batch)
+            trainer.log_evaluation_batch(reduced.logger, batch)
 
     return Evaluation(
         stage=stage,
@@ -233,10 +234,17 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     for callback in trainer.callbacks:
         if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
             run.schedule.intervals.append(Interval(callback.acts_every, partial(callback.act, trainer, module)))
-    if stepper.evaluates:
-        micro.remember(stepper.draws)
+    _connect_stepper(run)
     run.guard = _guard(trainer, run, datamodule)
     return run
+
+
+def _connect_stepper(run: Fit) -> None:
+    """Let the loop settle a step in which schedulers wait, and remember windows that an optimizer evaluates again."""
+    if isinstance(run.stepper, Stepper):
+        run.stepper.wake = run.wake
+    if run.stepper.evaluates:
+        run.micro.remember(run.stepper.draws)
 
 
 def _forward_backward(
@@ -273,7 +281,9 @@ def _forward_backward(
             found=cannot,
             fix="use smaller batches with accumulate_grad_batches=; one device and DDP can repeat a step",
         )
-    return SplitBatches(strategy, inside, module, trainer.metrics, windows.loss_weight, asked, trainer.print)
+    return SplitBatches(
+        strategy, inside, module, trainer.callbacks, trainer.metrics, windows.loss_weight, asked, trainer.print
+    )
 
 
 def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
@@ -306,6 +316,7 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
             collect(run, callbacks, datamodule, trainer.data_seed, weights_only=False)
         ),
         lambda state: restore(run, state, run.stepper.made, callbacks, datamodule, strict=True),
+        lambda: remember_effects(run.module, trainer.callbacks),
         raises=policy == "raise",
         back=back,
         most=most,

@@ -152,12 +152,13 @@ class EntryPoint:
         trainer.state_verb, trainer.module = stage, module
         trainer.status, trainer.last_verb, trainer.restored_from = TrainerStatus.RUNNING, stage, None
         self._attach()
+        trainer.metrics.suspend()  # a checkpoint of the last fit has its values, whatever follows
         trainer.metrics.attach(trainer.strategy, module)
         trainer.requests.clear()
         if stage == "fit":
             trainer.begin_fit()
         else:
-            trainer.metrics.forget()  # bar and monitors of a test must not show training values
+            trainer.metrics.forget(suspended=False)  # bar and monitors of a test must not show training values
         keeps_seed = trainer.run is not None and (stage != "fit" or trainer.continues)
         trainer.files.agree(trainer.strategy.world, stage == "fit", keeps_seed)
         trainer.datamodule = self.datamodule
@@ -267,6 +268,7 @@ class EntryPoint:
         trainer.restored_from = None if path is None else str(path)
         if path is not None:  # which has its own counts, or starts again
             trainer.progress.load_state_dict(Progress().state_dict())
+            trainer.metrics.forget()
         state = None if path is None else read_start(path, weights_only, trainer.strategy)
         if state is not None and not weights_only and "optimizer_states" not in state:
             raise holds_weights(path)

@@ -47,6 +47,8 @@ def fit(run: Fit) -> None:
             completed = not settle_resume(run)
             try:
                 for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
+                    if stepper.waiting:  # the last step was not the end of an epoch whose length is unknown
+                        stepper.advance_waiting()
                     forward_backward(micro)  # begin, training_step, backward, end of each
                     stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers
                     progress.step += 1
@@ -83,6 +85,7 @@ def _begin_epoch(run: Fit) -> None:
     if run.reload is not None:
         run.reload()
     run.micro.index = -1
+    run.metrics.proceed()
     run.since = time.monotonic()
     run.schedule.start_epoch(run.progress)
     steps = run.schedule.steps_left(run.progress)

@@ -645,18 +645,38 @@ class Session:
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Queue values for every logger, on rank 0; this reads tensors, which is a sync point.
 
-        A value named ``step`` sets the step of the other values, as in Lightning.
+        A value named ``step`` sets the step of the other values, as in Lightning. Values of the present training step
+        get its ``epoch``; those with another step do not, for that step may belong to another epoch.
         """
         if not metrics or not self.is_global_zero:
             return
         values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
-        values.setdefault("epoch", self.progress.epoch)
-        at = int(values.pop("step", self.progress.step if step is None else step))
         progress = self.progress
+        if "step" not in values and step in (None, progress.step):
+            values.setdefault("epoch", self._epoch_of_step)
+        at = int(values.pop("step", progress.step if step is None else step))
         counts = {name: count for name in ("samples", "tokens") if (count := getattr(progress, name))}
-        self.files.deliveries.log(values, at, counts)
+        self._deliver(values, at, counts)
+
+    def log_evaluation_batch(self, metrics: Mapping[str, Any], number: int) -> None:
+        """Queue the values of an evaluation batch; its number is their axis, on which no count of training belongs."""
+        if not metrics or not self.is_global_zero:
+            return
+        values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
+        at = int(values.pop("step", number))
+        self._deliver(values, at, {})
+
+    def _deliver(self, values: Mapping[str, float], step: int, counts: Mapping[str, int]) -> None:
+        self.files.deliveries.log(values, step, counts)
         if not self.state_verb:  # no entry point ends after this
             self.files.deliveries.close(None)
+
+    @property
+    def _epoch_of_step(self) -> int:
+        """In a fit, the epoch in which the last step was taken, also after that epoch was counted."""
+        progress = self.progress
+        is_counted = progress.step > 0 and progress.epoch > 0 and not progress.epoch_batch
+        return progress.epoch - (self.state_verb == "fit" and is_counted)
 
     def begin_fit(self) -> None:
         """Reset counts, values and requests of an earlier fit."""
@@ -665,7 +685,7 @@ class Session:
             self.progress.load_state_dict(Progress().state_dict())
         elif self.run is not None:  # an exception may have left it inside a window
             self.progress.load_state_dict(finished(self.run))
-        self.metrics.forget()
+        self.metrics.forget(suspended=not self.continues)
         self.requests.clear()
         self.forget_loaders()
 

@@ -53,6 +53,7 @@ def settle_step(run: Fit) -> bool:
         validate(run)
         _unite(run)
         agrees = True
+    _advance_waiting(run)
     if schedule.intervals:
         _act(run, listens)
     over = schedule.epoch_is_over(progress)
@@ -82,6 +83,17 @@ def _act(run: Fit, together: bool) -> None:
         _pass_time(run, count=False)
 
 
+def _advance_waiting(run: Fit) -> None:
+    """Advance the schedulers that wait for values of this step, unless a validation at the end of the epoch follows.
+
+    In an epoch of unknown length it may follow any step: there they advance at the end, or before the next step.
+    """
+    schedule, progress = run.schedule, run.progress
+    may_be_last = schedule.batches is None or schedule.epoch_is_over(progress)
+    if run.stepper.waiting and not (may_be_last and schedule.validates_at_epoch_end(progress)):
+        run.stepper.advance_waiting()
+
+
 def settle_rewind(run: Fit) -> None:
     """Restore a state that the guard of this run holds. Every rank must call it."""
     assert run.guard is not None
@@ -92,10 +104,12 @@ def settle_rewind(run: Fit) -> None:
 def settle_resume(run: Fit) -> bool:
     """Run a validation that was still due when the checkpoint was saved. Returns whether to leave the epoch."""
     if not run.owes_validation or run.validation is None:
+        _advance_waiting(run)
         return False
     run.owes_validation = False
     validate(run)
     _unite(run)
+    _advance_waiting(run)
     if run.schedule.epoch_is_over(run.progress):
         return False
     leaves = _stops(run)
@@ -114,6 +128,7 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         validate(run)
     ran = run.micro.index >= 0
     empty = completed and not ran and progress.epoch_batch == 0  # every later epoch would be empty too
+    run.metrics.suspend()
     reduced = run.metrics.flush_epoch(ran)  # before the hooks, which read it; what they log is reduced below
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
@@ -125,10 +140,12 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if ran and run.micro.loss is None and run.micro.skipped:
         run.say("nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)")
     check_trained(run, over=False)
+    run.stepper.advance_waiting()
     if completed:
         run.stepper.end_epoch(progress.epoch + 1)
         progress.epoch += 1
         progress.epoch_batch = 0
+    run.metrics.end_epoch(completed)
     _unite(run)
     if run.requests.validation is not None:  # requested by a hook of the epoch
         if run.validation is not None and run.validated != progress.step:
@@ -225,8 +242,12 @@ def validate(run: Fit) -> None:
     run.requests.validation = None
     run.validated = run.progress.step
     run.module.on_validation_model_zero_grad()
-    with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
-        reduced = evaluate(run.validation, run.progress.epoch)
+    try:
+        with preserved_rng(run.strategy.device), run.strategy.shared_buffers(run.module):
+            reduced = evaluate(run.validation, run.progress.epoch)
+    except BaseException:
+        run.owes_validation = True  # a run that resumes from here has no values of it
+        raise
     run.publish(reduced.logger, run.progress.step)
     _pass_time(run, count=False)
 
