@@ -592,7 +592,7 @@ class Trainer(Session):
         Example:
             >>> trainer = Trainer(max_epochs=1, barebones=True)
             >>> @trainer.on("train_epoch_end")
-            ... def say(trainer, module):
+            ... def say(trainer, pl_module):
             ...     print("epoch", trainer.current_epoch)
         """
 
