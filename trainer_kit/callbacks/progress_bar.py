@@ -499,7 +499,7 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
                 "newest" if score is None else f"best {callback.monitor}={float(score):.6g}"
             )  # no sync point: on the CPU
             lines.append(f"checkpoint: {value}: {callback.best_model_path}")
-    if trainer.log_dir is not None:
+    if trainer.loggers:
         lines += [f"logs: {trainer.log_dir}", f"report: {Path(trainer.log_dir) / REPORT}"]
     if steps and not trainer.callback_metrics:
         lines.append('nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss')

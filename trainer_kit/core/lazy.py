@@ -46,7 +46,8 @@ def find_names(package: str, tables: Sequence[str]) -> None:
     names and where they are defined: ``{"utilities.types": {"STEP_OUTPUT": "compat.types:STEP_OUTPUT"}}``, all relative
     to the package. ``ELSEWHERE`` maps each missing name, ``"Fabric"`` or with its path ``"cli.Fabric"``, to what to use
     instead. An existing module takes precedence over a path in a table; with `other_names` it has the names of that
-    path too. Modules are attributes of their packages, imported or not: ``package.callbacks.early_stopping``. A path with an entry ``__call__`` is a module that can be called like that function.
+    path too. Modules are attributes of their packages, imported or not: ``package.callbacks.early_stopping``. A path
+    with an entry ``__call__`` is a module that can be called like that function.
 
     Args:
         package: its ``__name__``.

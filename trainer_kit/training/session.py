@@ -755,9 +755,9 @@ class Session:
         return self.files.data_seed
 
     @property
-    def log_dir(self) -> str | None:
-        """Where the first logger writes; the same on every rank."""
-        return str(self.run_dir) if self.files.loggers else None
+    def log_dir(self) -> str:
+        """Where the first logger writes, or without one `default_root_dir`; the same on every rank."""
+        return str(self.run_dir) if self.files.loggers else self.files.root
 
     @property
     def run_dir(self) -> Path:
@@ -829,7 +829,7 @@ class Session:
     test_loop = Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
     profiler = Elsewhere("it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code")
     scaler = Elsewhere("trainer.precision_plugin.scaler")
-    accelerator = Elsewhere("trainer.strategy.device")
+    lr_schedulers = Elsewhere("trainer.lr_scheduler_configs; config.scheduler is what config['scheduler'] was")
     plugins = Elsewhere("trainer.precision_plugin is the precision")
     enable_validation = Elsewhere("trainer.num_val_batches is empty without validation")
     add_argparse_args = Elsewhere("trainer_kit.cli(Module, DataModule) has an option for every argument")
