@@ -7,7 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
+from trainer_kit.core.empty_init import EmptyInit
 from trainer_kit.core.environment import Environment, list_devices
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
@@ -774,8 +775,9 @@ class Session:
         """A context that builds modules on the device and in the dtype of the run; in host memory if it is sharded.
 
         Args:
-            empty_init: True: ranks other than the first make layers without storage, and get their parts of the first
-                rank's values; an error under a strategy that keeps whole weights on every rank.
+            empty_init: True: layers are not initialized, and no random numbers are drawn, for weights that a checkpoint
+                replaces. Where weights are sharded, ranks other than the first make layers without storage, and get
+                their parts of the first rank's values.
 
         Example:
             >>> from trainer_kit import Trainer
@@ -784,16 +786,13 @@ class Session:
             >>> layer.weight.dtype
             torch.bfloat16
         """
-        if empty_init and not self.strategy.values_on_rank_zero:
-            raise ConfigurationError(
-                "init_module initialises only weights that every rank keeps whole",
-                found=f"empty_init=True, {self.strategy.describe()}",
-                fix="leave it out; build layers in configure_model to create them on their device",
-            )
         place = nullcontext() if self.strategy.sharded else self.strategy.device
-        if empty_init and self.global_rank > 0:
+        uninitialized: AbstractContextManager[Any] = nullcontext()
+        if empty_init and not self.strategy.sharded:
+            uninitialized = EmptyInit()
+        elif empty_init and self.strategy.values_on_rank_zero and self.global_rank > 0:
             place = torch.device("meta")
-        with self.precision_plugin.init_context(), place:
+        with self.precision_plugin.init_context(), place, uninitialized:
             yield
 
     def __getstate__(self) -> dict[str, Any]:
