@@ -25,8 +25,8 @@ objects that override each hook.
 ![The loop, with every hook at its place](assets/loop.svg)
 """
 ROLES = {
-    "Callback": "What callbacks override; each hook is called by position as `hook(trainer, module, ...)`.",
-    "ModuleHooks": "The same moments on a `TrainModule`, without the leading `trainer, module`.",
+    "Callback": "What callbacks override; each hook is called by position as `hook(trainer, pl_module, ...)`.",
+    "ModuleHooks": "The same moments on a `TrainModule`, without the leading `trainer, pl_module`.",
     "DataHooks": "What a `DataModule`, and a `TrainModule` that brings its own data, overrides.",
 }
 

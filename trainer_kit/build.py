@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, final
 
 import torch
 
@@ -27,11 +28,14 @@ from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = [
+    "STRATEGY_REGISTRY",
+    "StrategyRegistry",
     "added_callbacks",
     "choose_loggers",
     "choose_precision",
     "choose_strategy",
     "launched_on_xla",
+    "make_strategy",
     "sharded_alternative",
     "with_launchers",
 ]
@@ -161,9 +165,9 @@ def choose_strategy(
     if strategy == "auto":
         engine = variable("distributed_type")
         made = _launchers_engine("" if engine is None else str(engine.value), world, device)
-        made = made or _make_strategy("ddp" if world > 1 else "single_device", device)
+        made = made or make_strategy("ddp" if world > 1 else "single_device", device)
     elif isinstance(strategy, str):
-        made = _make_strategy(strategy, device)
+        made = make_strategy(strategy, device)
     if not isinstance(made, Strategy):
         raise StrategyError(
             "this is not a strategy",
@@ -172,7 +176,7 @@ def choose_strategy(
         )
     check_overrides(type(made), Strategy)
     if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
-        made = _make_strategy("single_device", device)  # a single process needs no communication
+        made = make_strategy("single_device", device)  # a single process needs no communication
     made.device = device
     start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
     return made, wanted, start
@@ -180,7 +184,7 @@ def choose_strategy(
 
 def sharded_alternative(word: Any, made: Strategy) -> Strategy | None:
     """The strategy to use instead of ``made`` for ``"auto"`` if the model does not fit; None: keep ``made``."""
-    return _make_strategy("fsdp", made.device) if word == "auto" and made.engine == "ddp" else None
+    return make_strategy("fsdp", made.device) if word == "auto" and made.engine == "ddp" else None
 
 
 def _finds_devices(strategy: Any, accelerator: str) -> Strategy | None:
@@ -246,7 +250,67 @@ def _launcher_options(names: Iterable[str]) -> dict[str, str]:
     return {name: str(found.value) for name in names if (found := variable(name)) is not None}
 
 
-def _make_strategy(word: str, device: Any) -> Strategy:
+@final
+class StrategyRegistry:
+    """Lightning's registry of strategies: the words of ``Trainer(strategy=...)``.
+
+    Example:
+        >>> "fsdp" in STRATEGY_REGISTRY, STRATEGY_REGISTRY.get("ddp_find_unused_parameters_true").name
+        (True, 'ddp')
+    """
+
+    def __contains__(self, name: object) -> bool:
+        return name in STRATEGIES.names()
+
+    def available_strategies(self) -> list[str]:
+        """All words, sorted."""
+        return STRATEGIES.names()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A strategy of this word.
+
+        Raises:
+            KeyError: there is none, and no default.
+        """
+        if name in self:
+            return make_strategy(name, "cpu")
+        if default is not None:
+            return default
+        raise KeyError(f"no strategy is called {name!r}; the words are {', '.join(self.available_strategies())}")
+
+    def register(
+        self,
+        name: str,
+        strategy: Callable[..., Any] | None = None,
+        description: str = "",
+        override: bool = False,
+        **init_params: Any,
+    ) -> Any:
+        """Register a subclass of `Strategy` under a word; without a class, return a decorator that does.
+
+        Args:
+            name: the word.
+            strategy: the class, whose first argument is the device.
+            description: accepted for compatibility with Lightning.
+            override: replace an existing word.
+            init_params: further arguments of the class.
+
+        Raises:
+            RegistryError: the word is taken.
+        """
+
+        def decorate(cls: Callable[..., Any]) -> Callable[..., Any]:
+            STRATEGIES.register(name, partial(cls, **init_params) if init_params else cls, overwrite=override)
+            return cls
+
+        return decorate if strategy is None else decorate(strategy)
+
+
+STRATEGY_REGISTRY: Final = StrategyRegistry()
+
+
+def make_strategy(word: str, device: Any) -> Strategy:
+    """The strategy of a registered word, with the options of that word."""
     made: Strategy = STRATEGIES.get(word)(device, **_OPTIONS.get(word, {}))
     return made
 

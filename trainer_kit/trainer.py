@@ -18,6 +18,8 @@ from trainer_kit.build import (
     sharded_alternative,
     with_launchers,
 )
+from trainer_kit.compat.accelerators import LightningAccelerator, accelerator_of, accelerator_word
+from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
 from trainer_kit.compat.fp8 import launched_precision
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.transformers import TRAINER_METHODS, TRAINING_ARGUMENTS
@@ -90,7 +92,7 @@ class Trainer(Session):
     ``"2h"`` time.
 
     Args:
-        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, or a device type of torch.
+        accelerator: ``"auto"``, ``"cpu"``, ``"gpu"``, a device type of torch, or an accelerator object of Lightning.
         strategy: ``"auto"``, ``"ddp"``, ``"ddp_notebook"``, ``"ddp_find_unused_parameters_true"``,
             ``"single_device"``, a registered name, or an object.
         devices: how many on each node (on the CPU: processes), ``"auto"``, or a list of indices.
@@ -176,7 +178,7 @@ class Trainer(Session):
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
+        accelerator: str | LightningAccelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
@@ -228,7 +230,9 @@ class Trainer(Session):
         hang_timeout: DurationLike | bool | None = None,
         activation_checkpointing: bool | Policy = False,
     ) -> None:
+        accelerator = accelerator_word(accelerator)
         self.arguments = plain_arguments(locals())
+        refuse_checkpoint_io(plugins)
         callbacks = as_list(callbacks, Callback)
         _refuse(resume, reload_dataloaders_every_n_epochs)
         settings = make_settings(
@@ -312,6 +316,11 @@ class Trainer(Session):
                 ),
             ]
         )
+
+    @property
+    def accelerator(self) -> LightningAccelerator:
+        """Lightning's accelerator object for the kind of device of this run."""
+        return accelerator_of(self.strategy.device)
 
     @_entry_point
     def fit(
@@ -599,7 +608,7 @@ class Trainer(Session):
         Example:
             >>> trainer = Trainer(max_epochs=1, barebones=True)
             >>> @trainer.on("train_epoch_end")
-            ... def say(trainer, module):
+            ... def say(trainer, pl_module):
             ...     print("epoch", trainer.current_epoch)
         """
 

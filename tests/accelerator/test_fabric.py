@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -221,8 +223,8 @@ def test_one_process():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"devices": 2}, r"(?s)devices=2 on 1 nodes, 1 processes.*trainer-kit launch --num_processes 2"),
-        ({"strategy": "deepspeed"}, r"(?s)'deepspeed'.*an object of trainer_kit\.strategies"),
+        ({"num_nodes": 2, "devices": 2}, r"(?s)devices=2 on 2 nodes, 1 processes.*launch --num_processes 4"),
+        ({"strategy": "dp"}, r"(?s)'dp'.*did you mean"),
         ({"precision": "32-true", "plugins": object()}, "given twice"),
         ({"devices": "0,1"}, r"(?s)devices='0,1'.*CUDA_VISIBLE_DEVICES"),
         ({"devices": [1]}, r"(?s)devices=\[1\].*CUDA_VISIBLE_DEVICES"),
@@ -238,6 +240,100 @@ def test_unsupported_options_are_refused(options, match):
 @pytest.mark.parametrize("devices", ["1", "-1", -1, 1, [0], "auto"])
 def test_numbers_of_devices(devices):
     assert Fabric(accelerator="cpu", devices=devices).world_size == 1
+
+
+def test_processes_that_are_not_started_are_named():
+    fabric = Fabric(accelerator="cpu", devices=2)
+    assert fabric.world_size == 2
+    for use in (lambda: fabric.setup(net()), lambda: fabric.setup_dataloaders([1]), fabric.barrier):
+        with pytest.raises(tk.ConfigurationError, match=r"(?s)not started yet.*call fabric\.launch\(\) first"):
+            use()
+
+
+def test_attributes_of_lightnings_fabric():
+    fabric = Fabric(accelerator=tk.accelerators.CPUAccelerator(), devices=1, loggers=CSVLogger(tempfile.mkdtemp()))
+    assert fabric.loggers == [fabric.logger]
+    with pytest.raises(AttributeError, match=r"(?s)'_loggers'.*fix:   fabric\.loggers"):
+        _ = fabric._loggers
+    with pytest.raises(AttributeError, match="did you mean 'all_gather'"):
+        _ = fabric.all_gathr
+    assert not hasattr(fabric, "nothing_of_the_kind")
+    with fabric.init_tensor():
+        assert torch.ones(1).device == fabric.device
+    with pytest.raises(tk.ConfigurationError, match=r"(?s)CheckpointIO.*on_checkpoint_committed"):
+        Fabric(plugins=tk.plugins.io.TorchCheckpointIO())
+
+
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(4, 4), lambda: nn.MultiheadAttention(4, 2), lambda: nn.LSTM(2, 2)])
+@pytest.mark.parametrize("face", [Fabric, tk.Trainer])
+def test_layers_without_values_draw_no_random_numbers(face, layer):
+    options = {"logger": False, "barebones": True} if face is tk.Trainer else {}
+    owner = face(accelerator="cpu", devices=1, precision="bf16-true", **options)
+    state = torch.get_rng_state()
+    with owner.init_module(empty_init=True):
+        built = layer()
+    assert torch.equal(state, torch.get_rng_state())
+    assert {parameter.dtype for parameter in built.parameters()} == {torch.bfloat16}
+    with owner.init_module():
+        layer()
+    assert not torch.equal(state, torch.get_rng_state())
+
+
+def test_a_value_called_step_is_the_step_of_its_row(tmp_path):
+    fabric = Fabric(accelerator="cpu", devices=1, loggers=tk.fabric.loggers.CSVLogger(tmp_path))
+    fabric.log_dict({"loss": torch.tensor(1.5), "step": 3, "epoch": 0}, step=3)
+    fabric.log_dict({"loss": 2.5, "step": 7})
+    fabric.logger.save()
+    with open(fabric.logger.path) as file:
+        assert [(row["step"], row["loss"]) for row in csv.DictReader(file)] == [("3", "1.5"), ("7", "2.5")]
+
+
+_LAUNCHED = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+from trainer_kit import Fabric
+
+fabric = Fabric(accelerator="cpu", devices=2, strategy=sys.argv[1])
+
+def train(fabric, rate=0.1):
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=rate))
+    data = torch.arange(16.0).reshape(8, 2)
+    sampler = DistributedSampler(data, fabric.world_size, fabric.global_rank, shuffle=False)
+    own = fabric.setup_dataloaders(DataLoader(data, 2, sampler=sampler), use_distributed_sampler=False)
+    for batch in fabric.setup_dataloaders(DataLoader(data, 2)):
+        fabric.backward(model(batch).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    read = [batch[:, 0].tolist() for batch in own]
+    last = fabric.broadcast(fabric.global_rank, src=1)
+    if fabric.is_global_zero:
+        print("RESULT", fabric.world_size, read, last, [round(x, 4) for x in model.weight[0].tolist()], flush=True)
+    return fabric.global_rank, fabric.world_size
+
+if sys.argv[1] == "ddp":
+    fabric.launch()
+    train(fabric)
+else:
+    print("RETURNED", fabric.launch(train, rate=0.1), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_launch_starts_the_processes(tmp_path):
+    """In a plain script, `launch` runs the script again in each process, or forks it for a function."""
+    lines = {}
+    for strategy in ("ddp", "ddp_spawn"):
+        script = tmp_path / "train.py"
+        script.write_text(_LAUNCHED)
+        run = subprocess.run([sys.executable, str(script), strategy], capture_output=True, text=True, timeout=100)
+        assert run.returncode == 0, run.stderr
+        lines[strategy] = [line for line in run.stdout.splitlines() if line.startswith(("RESULT", "RETURNED"))]
+    assert lines["ddp"] == lines["ddp_spawn"][:1]
+    assert lines["ddp"][0].startswith("RESULT 2 [[0.0, 4.0], [8.0, 12.0]] 1 [")
+    assert lines["ddp_spawn"][1:] == ["RETURNED (0, 2)"]
 
 
 def test_save_takes_a_filter(tmp_path):
@@ -428,7 +524,7 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
 
     def run(strategy, batch_size, start=None):
         fabric = Fabric(accelerator="cpu", strategy=strategy())
-        with fabric.init_module(empty_init=True):
+        with fabric.init_module():
             layers = net()
         model = fabric.setup(layers)
         optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.01))

@@ -67,7 +67,7 @@ def test_bound_methods_builtins_and_objects():
 def test_unknown_hooks_and_wrong_parameters():
     with pytest.raises(HookError, match=r"unknown hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'"):
         LambdaCallback(on_train_batch_ends=hear)
-    with pytest.raises(HookError, match=r"take \(trainer, module, outputs, batch, batch_idx\)"):
+    with pytest.raises(HookError, match=r"take \(trainer, pl_module, outputs, batch, batch_idx\)"):
         LambdaCallback(on_train_batch_end=hear)
     with pytest.raises(HookError, match="give a function"):
         LambdaCallback(on_fit_start="hear")

@@ -89,7 +89,7 @@ def test_too_few_parameters_are_refused_with_the_right_ones():
         def on_train_start(self): ...
 
     with pytest.raises(
-        HookError, match=r"(?s)found: def on_train_start\(self\).*on_train_start\(self, trainer, module\)"
+        HookError, match=r"(?s)found: def on_train_start\(self\).*on_train_start\(self, trainer, pl_module\)"
     ):
         use(Short)
 

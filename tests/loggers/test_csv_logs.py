@@ -193,8 +193,6 @@ def test_metrics_of_hyperparameters_are_those_of_step_0(tmp_path):
 def test_wrong_calls(tmp_path):
     with pytest.raises(ConfigurationError, match="at least 1"):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
-    with pytest.raises(LogError, match="a metric cannot be called 'step'"):
-        CSVLogger(tmp_path).log_metrics({"step": 1.0}, 0)
 
 
 @pytest.mark.parametrize("content", ["a,b\n1,2\n", "step,a\nx,1\n", "step,a\n\n1,2\nzwei,3\n", "a,step\n1\n"])

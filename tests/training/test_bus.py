@@ -234,7 +234,9 @@ def test_a_misspelt_hook_fails_when_the_class_is_made():
 )
 def test_a_hook_with_the_wrong_parameters_fails_when_a_trainer_is_given_it(hook):
     wrong = type("Wrong", (Callback,), {"on_train_batch_end": hook})
-    with pytest.raises(HookError, match=r"def on_train_batch_end\(self, trainer, module, outputs, batch, batch_idx\)"):
+    with pytest.raises(
+        HookError, match=r"def on_train_batch_end\(self, trainer, pl_module, outputs, batch, batch_idx\)"
+    ):
         Trainer(callbacks=[wrong()])
 
 

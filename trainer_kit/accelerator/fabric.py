@@ -15,17 +15,23 @@ from torch.optim import Optimizer
 from trainer_kit.accelerator.accelerator import Accelerator
 from trainer_kit.accelerator.fabric_module import FabricModule, prepared_module, serve_module
 from trainer_kit.accelerator.wrapping import under_precision
+from trainer_kit.build import STRATEGY_REGISTRY
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.files import torch_load
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.weights import check_exists, read_weights
+from trainer_kit.compat.accelerators import LightningAccelerator, accelerator_word
+from trainer_kit.compat.checkpoint_io import refuse_checkpoint_io
 from trainer_kit.compat.options import FullyShardedDataParallelPlugin
-from trainer_kit.core.arguments import known_arguments
+from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFiniteError
+from trainer_kit.core.empty_init import EmptyInit
+from trainer_kit.core.environment import Environment
+from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFiniteError, did_you_mean
 from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
+from trainer_kit.launch import run_agent, run_forked
 from trainer_kit.strategies.gathering import gather_with_gradients
 
 if TYPE_CHECKING:
@@ -36,18 +42,30 @@ if TYPE_CHECKING:
 __all__ = ["Fabric"]
 
 _OVER_PROCESSES: Final = ("auto", "ddp", "ddp_find_unused_parameters_false")
+_FORKED: Final = ("ddp_fork", "ddp_notebook", "ddp_spawn")
+_PRIVATE: Final = {
+    "_accelerator": "fabric.accelerator is an Accelerator; fabric.device is the device",
+    "_callbacks": "fabric.callbacks",
+    "_connector": "fabric.strategy and fabric.device say what was chosen",
+    "_launched": "fabric.launch() may be called again; it starts nothing twice",
+    "_loggers": "fabric.loggers",
+    "_models_setup": "count them where you call fabric.setup",
+    "_precision": "fabric.accelerator.precision",
+    "_strategy": "fabric.strategy",
+}
+"""What has the private attributes of Lightning's Fabric, by name."""
 
 
 class Fabric:
     """Device, precision, processes and files for a custom training loop, under the names of Lightning's Fabric.
 
-    ``trainer-kit launch`` or ``torchrun`` starts the processes, not `launch`. ``fabric.accelerator`` is the
-    underlying `Accelerator`.
+    ``trainer-kit launch``, ``torchrun`` or `launch` starts the processes. ``fabric.accelerator`` is the underlying
+    `Accelerator`.
 
     Args:
-        accelerator: ``"cpu"``; ``"auto"``, or another name for the accelerator of this machine.
-        strategy: ``"auto"``, ``"ddp"``, ``"fsdp"``, or a strategy object.
-        devices: ``"auto"``, or the number of started processes.
+        accelerator: ``"cpu"``; ``"auto"``, another name for the accelerator of this machine, or an accelerator object.
+        strategy: a word of ``Trainer(strategy=...)``, such as ``"auto"``, ``"ddp"`` or ``"fsdp"``, or an object.
+        devices: ``"auto"``, the started processes; or how many processes run on each machine.
         num_nodes: accepted: the launcher sets the number of nodes.
         precision: as for the Trainer.
         plugins: a precision object.
@@ -68,7 +86,7 @@ class Fabric:
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
+        accelerator: str | LightningAccelerator = "auto",
         strategy: str | Strategy = "auto",
         devices: list[int] | str | int = "auto",
         num_nodes: int = 1,
@@ -77,33 +95,51 @@ class Fabric:
         callbacks: Any = None,
         loggers: Any = None,
     ) -> None:
-        given = not isinstance(strategy, str)
-        if not given and strategy not in (*_OVER_PROCESSES, "fsdp"):
-            raise ConfigurationError(
-                "this strategy is not available in Fabric",
-                found=repr(strategy),
-                fix='use "auto", "ddp" or "fsdp", or pass an object of trainer_kit.strategies',
-            )
+        refuse_checkpoint_io(plugins)
         if precision is not None and plugins is not None:
             raise ConfigurationError("the precision is given twice", fix="pass precision= or plugins=")
-        engines: dict[str, Any] = {"strategy": strategy} if given else {}
-        if strategy == "fsdp":
-            engines["fsdp_plugin"] = FullyShardedDataParallelPlugin()
-        word = "32-true" if precision is None and plugins is None else precision or plugins
-        self.accelerator = Accelerator(
-            cpu=accelerator == "cpu", mixed_precision=word, gradient_accumulation_steps=1, **engines
-        )
-        wanted = _number(devices)
-        if wanted is not None and wanted * num_nodes != self.world_size:
+        word = accelerator_word(accelerator)
+        self._forks = strategy in _FORKED
+        self._options: dict[str, Any] = {
+            "cpu": word == "cpu",
+            "mixed_precision": "32-true" if precision is None and plugins is None else precision or plugins,
+            "gradient_accumulation_steps": 1,
+            **_engine(strategy),
+        }
+        self._device_word, self._devices, self._num_nodes = word, devices, num_nodes
+        self.callbacks = as_list(callbacks)
+        self.loggers = as_list(loggers)
+        environment = Environment.detect()
+        count = _number(devices) or 1
+        self._processes_to_start = 0 if environment.launched or count == 1 or num_nodes > 1 else count
+        if not self._processes_to_start:
+            self._build()
+
+    def _build(self) -> None:
+        """Make the Accelerator of this process, and compare what was asked for with what is here."""
+        self.accelerator = Accelerator(**self._options)
+        count, nodes = _number(self._devices), self._num_nodes
+        if count is not None and count * nodes != self.world_size:
             raise ConfigurationError(
                 "the number of processes differs from devices=",
-                found=f"devices={devices!r} on {num_nodes} nodes, {self.world_size} processes",
-                fix=f"trainer-kit launch --num_processes {wanted * num_nodes} SCRIPT, or torchrun",
+                found=f"devices={self._devices!r} on {nodes} nodes, {self.world_size} processes",
+                fix=f"trainer-kit launch --num_processes {count * nodes} SCRIPT, or torchrun",
             )
-        if accelerator not in ("auto", self.device.type) and (accelerator != "gpu" or self.device.type == "cpu"):
-            raise ConfigurationError("this machine has no such device", found=f"accelerator={accelerator!r}")
-        self.callbacks = [] if callbacks is None else callbacks if isinstance(callbacks, list) else [callbacks]
-        self.loggers = [] if loggers is None else loggers if isinstance(loggers, list) else [loggers]
+        word, device = self._device_word, self.device.type
+        if word not in ("auto", device) and (word != "gpu" or device == "cpu"):
+            raise ConfigurationError("this machine has no such device", found=f"accelerator={word!r}")
+
+    if not TYPE_CHECKING:  # a checker knows all attributes
+
+        def __getattr__(self, name: str) -> Any:
+            if name == "accelerator" and self.__dict__.get("_processes_to_start"):
+                raise ConfigurationError(
+                    "the processes of this Fabric are not started yet",
+                    found=f"devices={self._devices!r} in a process that no launcher started",
+                    fix="call fabric.launch() first; or start the script with trainer-kit launch or torchrun",
+                )
+            fix = _PRIVATE.get(name) or did_you_mean(name, [each for each in dir(type(self)) if each[0] != "_"])
+            raise AttributeError(str(ConfigurationError(f"Fabric has no attribute {name!r}", fix=fix)))
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -130,7 +166,7 @@ class Fabric:
     @property
     def world_size(self) -> int:
         """The number of processes."""
-        return self.accelerator.num_processes
+        return self._processes_to_start or self.accelerator.num_processes
 
     @property
     def is_global_zero(self) -> bool:
@@ -148,8 +184,37 @@ class Fabric:
         return self.loggers[0]
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Call ``function(fabric, ...)`` if one is given; this starts no processes."""
-        return None if function is None else function(self, *args, **kwargs)
+        """Start the processes, unless a launcher has done so, and call ``function(fabric, ...)`` in each.
+
+        With ``devices=2`` in a process that no launcher started, this runs the script again from its start, once in
+        each process, and ends this process when they end. With ``strategy="ddp_fork"``, ``"ddp_spawn"`` or
+        ``"ddp_notebook"`` it forks this process instead, and returns what the function returns on rank 0.
+
+        Args:
+            function: called with this Fabric; required where processes are forked.
+            args: its further arguments.
+            kwargs: its arguments by name.
+
+        Raises:
+            ConfigurationError: processes are to be forked, and there is no function.
+        """
+        count = self._processes_to_start
+        if count and not self._forks:
+            run_agent(count)
+        if not count:
+            return None if function is None else function(self, *args, **kwargs)
+        if function is None:
+            raise ConfigurationError(
+                "forked processes need a function to call", found="fabric.launch()", fix="fabric.launch(train)"
+            )
+
+        def on_rank(rank: int) -> Any:
+            self._processes_to_start = 0
+            self._build()
+            value = function(self, *args, **kwargs)
+            return value if rank == 0 else None
+
+        return run_forked(on_rank, count)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for every process."""
@@ -161,9 +226,7 @@ class Fabric:
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Return the object of process ``src`` on every process."""
-        if src != 0:
-            raise ConfigurationError("only process 0 can be the source", found=f"src={src}", fix="use all_gather")
-        return self.accelerator.world.broadcast(obj)
+        return self.accelerator.strategy.broadcast(obj, src)
 
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack every tensor over the processes to shape (processes, *shape); a single process returns it unchanged.
@@ -233,21 +296,41 @@ class Fabric:
     def setup_dataloaders(
         self, *dataloaders: Any, use_distributed_sampler: bool = True, move_to_device: bool = True
     ) -> Any:
-        """Prepare loaders: each process gets its shard of the batches, on its device."""
-        alone = not use_distributed_sampler and self.world_size > 1
-        _refuse(alone, "a prepared loader yields the part of this process", "iterate over the loader itself")
-        made = [self.accelerator.prepare_data_loader(one, device_placement=move_to_device) for one in dataloaders]
-        return made[0] if len(made) == 1 else made
+        """Prepare loaders: each process gets its shard of the batches, on its device.
+
+        Args:
+            dataloaders: the loaders.
+            use_distributed_sampler: False: each process gets all batches of its own loader, which is sharded already.
+            move_to_device: whether batches are moved to the device of this process.
+        """
+        prepared = self.accelerator.prepared
+        loaders = [
+            prepared.prepare_loader(loader, move_to_device, shard=use_distributed_sampler) for loader in dataloaders
+        ]
+        return loaders[0] if len(loaders) == 1 else loaders
 
     @contextmanager
     def init_module(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Create layers on the device and in the dtype of the run; ``empty_init`` has no effect."""
+        """Create layers on the device and in the dtype of the run.
+
+        Args:
+            empty_init: True: layers are not initialized, and no random numbers are drawn, for weights that a checkpoint
+                replaces. Layers of a sharded model are always initialized.
+        """
         with ExitStack() as stack:
             stack.enter_context(self.accelerator.strategy.init_context())
             stack.enter_context(self.accelerator.precision.init_context())
+            if empty_init and not self.accelerator.strategy.sharded:
+                stack.enter_context(EmptyInit())
             yield
 
-    init_tensor = init_module
+    sharded_model = init_module
+
+    @contextmanager
+    def init_tensor(self) -> Iterator[None]:
+        """Create tensors on the device and in the dtype of the run."""
+        with torch.device(self.device), self.accelerator.precision.init_context():
+            yield
 
     def to_device(self, obj: Any) -> Any:
         """Move a module, tensor or batch to the device of this process."""
@@ -303,7 +386,8 @@ class Fabric:
         self.log_dict({name: value}, step)
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Log values with every logger, on rank 0."""
+        """Log values with every logger, on rank 0; tensors of one element become numbers, which is a sync point."""
+        metrics = map_tensors(metrics, _as_number) if self.is_global_zero else metrics
         for logger in self.loggers if self.is_global_zero else ():
             logger.log_metrics(metrics=metrics, step=step)
 
@@ -350,9 +434,16 @@ class Fabric:
         _refuse(refused, "the engine keeps the state of this optimizer", fix)
 
     def load(
-        self, path: str | os.PathLike[str], state: MutableMapping[str, Any] | None = None, strict: bool = True
+        self,
+        path: str | os.PathLike[str],
+        state: MutableMapping[str, Any] | None = None,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Load a checkpoint of `save`, or a ``torch.save`` file, into the objects of ``state``; return other entries.
+
+        ``weights_only`` is accepted for compatibility with Lightning: nothing is ever unpickled.
 
         Raises:
             CheckpointError: with ``strict``, a name of ``state`` is missing; or the file holds pickled classes.
@@ -377,8 +468,10 @@ class Fabric:
                 state[name] = held
         return found
 
-    def load_raw(self, path: str | os.PathLike[str], obj: Any, strict: bool = True) -> None:
-        """Load a file that holds one ``state_dict`` into a module or an optimizer."""
+    def load_raw(
+        self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = None
+    ) -> None:
+        """Load a file that holds one ``state_dict`` into a module or an optimizer; ``weights_only`` as for `load`."""
         check_exists(locate(path))
         if isinstance(obj, nn.Module):
             self._load_module(obj, read_weights(path), strict)
@@ -427,6 +520,32 @@ def _number(devices: Any) -> int | None:
         found=f"devices={devices!r}",
         fix="pass how many to use; CUDA_VISIBLE_DEVICES selects which ones",
     )
+
+
+def _engine(strategy: str | Strategy) -> dict[str, Any]:
+    """The arguments of the Accelerator for a strategy.
+
+    Raises:
+        ConfigurationError: no strategy has this name.
+    """
+    if not isinstance(strategy, str):
+        return {"strategy": strategy}
+    if strategy in _OVER_PROCESSES or strategy in _FORKED:
+        return {}
+    if strategy == "fsdp":
+        return {"fsdp_plugin": FullyShardedDataParallelPlugin()}
+    if strategy not in STRATEGY_REGISTRY:
+        raise ConfigurationError(
+            "this strategy is not available in Fabric",
+            found=repr(strategy),
+            fix=did_you_mean(strategy, STRATEGY_REGISTRY.available_strategies()),
+        )
+    return {"strategy": STRATEGY_REGISTRY.get(strategy)}
+
+
+def _as_number(tensor: Tensor) -> float:
+    _refuse(tensor.numel() != 1, f"a logged tensor has one element, not shape {tuple(tensor.shape)}", "log its .mean()")
+    return float(tensor.detach())  # sync point: the caller logs it
 
 
 def _refuse(wrong: bool, problem: str, fix: str) -> None:

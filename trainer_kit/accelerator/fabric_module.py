@@ -14,7 +14,7 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.tensors import map_leaves
 
-__all__ = ["FabricModule", "prepared_module", "serve_module", "unwrap_objects"]
+__all__ = ["FabricModule", "is_wrapped", "prepared_module", "serve_module", "unwrap_objects"]
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -169,6 +169,18 @@ def prepared_module(module: nn.Module) -> nn.Module:
     """Return what the Accelerator made of a module that `Fabric.setup` returned; return other modules unchanged."""
     found: nn.Module = module._prepared if isinstance(module, FabricModule) else module
     return found
+
+
+def is_wrapped(obj: object) -> bool:
+    """Whether a Fabric has set up this module.
+
+    Example:
+        >>> from trainer_kit import Fabric
+        >>> layer = nn.Linear(2, 1)
+        >>> is_wrapped(layer), is_wrapped(Fabric(accelerator="cpu", devices=1).setup(layer))
+        (False, True)
+    """
+    return isinstance(obj, FabricModule)
 
 
 def unwrap_objects(collection: Any) -> Any:

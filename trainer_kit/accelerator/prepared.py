@@ -40,6 +40,7 @@ from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
 from trainer_kit.step.optimizers import OptimizerProxy
+from trainer_kit.strategies.single import Alone
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Compile
 
@@ -231,10 +232,15 @@ class Prepared:
         size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
         self._strategy.configure(accumulation=self._accumulation.steps, batch_size=size)
 
-    def prepare_loader(self, loader: Any, device_placement: bool | None) -> PreparedLoader:
+    def prepare_loader(self, loader: Any, device_placement: bool | None, shard: bool = True) -> PreparedLoader:
         """Shard a loader over the processes; collective call.
 
         The data order depends on ``data_seed``; without one, on the main process's seed at the time of this call.
+
+        Args:
+            loader: a loader, or a prepared one, which is returned unchanged.
+            device_placement: whether batches are moved; None: as for the Accelerator.
+            shard: False: each process reads its own loader, which is sharded already.
         """
         if isinstance(loader, PreparedLoader):
             return loader
@@ -243,8 +249,8 @@ class Prepared:
         strategy = self._strategy
         made = prepare_loader(
             loader,
-            strategy.data,
-            strategy.world,
+            strategy.data if shard else Alone(),
+            strategy.world if shard else Alone(),
             strategy.device if self._places(device_placement) else None,
             self._accumulation,
             self._loader_options,

@@ -82,7 +82,7 @@ class SpikeDetection(Callback):
         self._recent: deque[float] = deque(maxlen=self.window)
         self._judged = 0
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
             self._begin()  # forget another fit; a resumed fit restores its state after this
 
@@ -98,18 +98,18 @@ class SpikeDetection(Callback):
         self._window.clear()  # of a step that `NaNGuard` has left
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if isinstance(outputs, Mapping) and isinstance(outputs.get("loss"), Tensor):
             self._window.append(outputs["loss"])
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._kept += [(trainer.global_step, loss) for loss in self._window]
         self._window.clear()
         if trainer.global_step % (trainer.log_every_n_steps or 50) == 0:
             self._judge(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._judge(trainer)
 
     def _judge(self, trainer: TrainerLike) -> None:
@@ -223,7 +223,7 @@ class NaNGuard(Callback):
         """What the loop asks: policy, steps before the bad one, limit, and the list that it fills."""
         return self.policy, self.n, self.max_skips, self.skipped_steps
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
             self.skipped_steps.clear()  # of another fit; a resumed fit restores its own after this
 

@@ -150,17 +150,17 @@ class EarlyStopping(Callback):
         self.stopping_reason_message = state_dict["stopping_reason_message"]
         self._logged_late = state_dict["logged_late"]
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
         if stage == "fit":
             self._begin()  # forget another fit; a resumed fit restores its state after this
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._active and self.strict:
             only = "check_on_train_epoch_end=False" if self.check_on_train_epoch_end is False else None
             check_validation(trainer, "EarlyStopping", self.monitor, only)
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking or self.check_on_train_epoch_end:
             return
         if self.check_on_train_epoch_end is None:
@@ -168,7 +168,7 @@ class EarlyStopping(Callback):
         if not self._validated:
             self._check(trainer, final=self.check_on_train_epoch_end is False)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or self.check_on_train_epoch_end is False:
             return
         if self.check_on_train_epoch_end or self._validated or not has_validation(trainer):

@@ -143,31 +143,31 @@ class BaseFinetuning(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._begun, self._tracking = int(state_dict["epoch"]), dict(state_dict["tracking"])
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            self._begun, self._tracking, self._module = -1, {}, module
-            self.freeze_before_training(module)
+            self._begun, self._tracking, self._module = -1, {}, pl_module
+            self.freeze_before_training(pl_module)
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._adds_groups and len(trainer.optimizers) > 1:
             raise ConfigurationError(
                 f"{type(self).__name__} adds parameters to one optimizer",
                 found=f"{len(trainer.optimizers)} optimizers, and each would step the added parameters",
                 fix="subclass BaseFinetuning: its finetune_function is called for each optimizer",
             )
-        for name, norm in _batch_norms(module):
+        for name, norm in _batch_norms(pl_module):
             norm.track_running_stats = self._tracking.get(name, norm.track_running_stats)
         for optimizer in trainer.optimizers:
             _let_schedulers_follow(trainer, optimizer, [])
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         epoch = trainer.current_epoch
         if epoch == self._begun:  # a resumed run is inside this epoch
             return
         self._begun = epoch
         for optimizer in trainer.optimizers:
             before = [group["lr"] for group in optimizer.param_groups]
-            self.finetune_function(module, epoch, optimizer)
+            self.finetune_function(pl_module, epoch, optimizer)
             changed = [i for i, rate in enumerate(before) if optimizer.param_groups[i]["lr"] != rate]
             _let_schedulers_follow(trainer, optimizer, changed)
 
@@ -269,15 +269,15 @@ class BackboneFinetuning(BaseFinetuning):
         self.previous_backbone_lr, self._group = state_dict["previous_backbone_lr"], int(state_dict["group"])
         super().load_state_dict(state_dict)
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ConfigurationError(
                 "BackboneFinetuning trains module.backbone",
-                found=f"{type(module).__name__} has no submodule of this name",
+                found=f"{type(pl_module).__name__} has no submodule of this name",
                 fix="name it self.backbone in __init__, or subclass BaseFinetuning",
             )
         self.previous_backbone_lr, self._print = None, trainer.print
-        super().setup(trainer, module, stage)
+        super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.backbone, train_bn=self.train_bn)

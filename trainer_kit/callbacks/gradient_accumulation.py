@@ -101,29 +101,29 @@ class GradientAccumulation(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._per_batch = state_dict.get("per_batch")
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage != "fit" or not self.going_to_accumulate_grad_batches():
             return
         self._per_batch = None  # it describes the data of another fit
-        if not module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "gradients cannot be accumulated automatically in manual optimization",
                 found="automatic_optimization = False",
                 fix="step the optimizers every n batches in training_step, without this callback",
             )
-        check_tokens("accumulate_grad_batches", self.target, module)
+        check_tokens("accumulate_grad_batches", self.target, pl_module)
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.target is not None:
             if self._per_batch is None and self.target.unit == "sp":
                 self._per_batch = trainer.train_batch_samples or None
             self._at = trainer.progress.batch, self._count(trainer)
         self._set(trainer)
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._set(trainer)
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         progress = trainer.progress
         batches, count = progress.batch - self._at[0], self._count(trainer) - self._at[1]
         self._at = progress.batch, self._at[1] + count

@@ -58,13 +58,13 @@ class HealthCheck(Callback):
         self.acts_every = self.every
         self.last: Survey | None = None
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
-            check_tokens("every", self.every, module)
+            check_tokens("every", self.every, pl_module)
             self.last = None
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        self.act(trainer, module)
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        self.act(trainer, pl_module)
 
     def act(self, trainer: TrainerLike, module: ModuleLike) -> None:
         """Check now, and print the result. Every rank must call it."""

@@ -37,7 +37,7 @@ _HOOKS: Final = {
 
 @final
 class LambdaCallback(Callback):
-    """A callback from functions: ``LambdaCallback(on_train_start=lambda trainer, module: ...)``.
+    """A callback from functions: ``LambdaCallback(on_train_start=lambda trainer, pl_module: ...)``.
 
     The callback has only the given hooks, and each function is called directly.
 
@@ -48,7 +48,7 @@ class LambdaCallback(Callback):
         HookError: for an unknown hook, or a function with the wrong number of parameters.
 
     Example:
-        >>> hello = LambdaCallback(on_fit_start=lambda trainer, module: print("hello"))
+        >>> hello = LambdaCallback(on_fit_start=lambda trainer, pl_module: print("hello"))
         >>> hello.on_fit_start(None, None)
         hello
     """
@@ -76,7 +76,7 @@ class FunctionCallback(Callback):
 
     Args:
         event: a hook's name, with or without ``on_``.
-        fn: called like the hook: ``fn(trainer, module, ...)``.
+        fn: called like the hook: ``fn(trainer, pl_module, ...)``.
         every: call ``fn`` only at the first event at or after each multiple of this, measured by the completed counts
             of ``trainer.progress``. Zero is a multiple for events before the counted thing: ``train_epoch_start`` with
             ``every=2`` is epoch 0, 2, 4 and ``train_epoch_end`` epoch 1, 3, 5, each counted from 0. A bare number
@@ -134,9 +134,9 @@ class FunctionCallback(Callback):
         if "next" in state_dict:
             self._next, self._restored = state_dict["next"], True
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.every is not None:
-            check_tokens("every", self.every, module)
+            check_tokens("every", self.every, pl_module)
             every = in_run(self.every, trainer)
             self._counter, self._length = every.counter, every.value
             if not self._restored:

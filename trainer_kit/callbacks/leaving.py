@@ -61,7 +61,7 @@ class OnExceptionCheckpoint(Callback):
         """Where the checkpoint is written."""
         return absolute(self.dirpath) / self.filename
 
-    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
         if not trainer.sanity_checking:
             reason = f"{type(exception).__name__}: {exception}"
             trainer.request_checkpoint(reason, _Request(reason, self.ckpt_path))
@@ -128,21 +128,21 @@ class Preemption(Callback):
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return type(self), (self.sources, self.every, self.margin, self.headers), public
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self.reason, self._fired = None, threading.Lock()
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         for number in self._signals if threading.current_thread() is threading.main_thread() else ():
             if signal.getsignal(number) is not None:  # it could not be put back
                 self._before[number] = signal.signal(number, self._on_signal)
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._looks and trainer.is_global_zero:  # from here on a signal saves first
             self._over.clear()
             self._thread = threading.Thread(target=self._watch, args=(trainer.print,), name="preemption", daemon=True)
             self._thread.start()
 
-    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._over.set()
         self._fired.acquire(blocking=False)  # a thread that still waits for an answer sends nothing
         if self._thread is not None:

@@ -265,7 +265,7 @@ class ModelCheckpoint(Callback):
         self._next_epoch = math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
         self._restored = True
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._active = stage == "fit" and not trainer.fast_dev_run
         others = (other._files for other in trainer.callbacks if isinstance(other, ModelCheckpoint))
         self._files.next_try, self._files.name_of = self._next_try, self.format_checkpoint_name
@@ -280,7 +280,7 @@ class ModelCheckpoint(Callback):
                 fix="pass a local dirpath=, or run trainer-kit checkpoint export on a copy",
             )
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active:
             self._next = math.inf
             return
@@ -288,7 +288,7 @@ class ModelCheckpoint(Callback):
         only = "save_on_train_epoch_end=False" if never else None
         check_validation(trainer, "ModelCheckpoint", self.monitor, only)
         restored, self._restored = self._restored, False
-        if restored and self._same_place and not _is_finite(trainer, module):
+        if restored and self._same_place and not _is_finite(trainer, pl_module):
             self._files.retention.taint(self.last_model_path)  # its own state was saved before its weights were checked
         self._files.start(trainer, restored and self._same_place)
         if not restored:
@@ -296,7 +296,7 @@ class ModelCheckpoint(Callback):
             self._waiting, self._validated_step = False, 0
         if self._every is None:
             return
-        check_tokens("interval", self._every, module)
+        check_tokens("interval", self._every, pl_module)
         progress, every = trainer.progress, in_run(self._every, trainer)
         if self._timed:
             # Clocks differ: ranks compare them only at steps that all ranks know.
@@ -309,10 +309,10 @@ class ModelCheckpoint(Callback):
             if math.isinf(self._next):
                 self._next = following(getattr(progress, self._counter), every.value)
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._clock = monotonic()
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if getattr(trainer.progress, self._counter) >= self._next:
             self._interval_ended(trainer)
 
@@ -335,7 +335,7 @@ class ModelCheckpoint(Callback):
         if self._monitor is None or not (trainer.validation_due or epoch_ends_here(trainer)):
             self._ask(trainer, f"every {self._every}")
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active or trainer.sanity_checking:
             return
         self._validated_step = trainer.global_step
@@ -346,7 +346,7 @@ class ModelCheckpoint(Callback):
         if self._waiting and (where is False or not epoch_ends_here(trainer)):
             self._ask(trainer, "validation ended", final=where is False)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._active:
             return
         where, validates = self.save_on_train_epoch_end, has_validation(trainer)
@@ -365,14 +365,14 @@ class ModelCheckpoint(Callback):
         self._next_epoch = following(finished, self._every.value)
         return True
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._active and (self._waiting or self.save_last) and trainer.global_step != self._files.asked_step:
             # The last value of `monitor` is older than this step.
             score = float(trainer.global_step) if self._monitor is None else None
             self._files.ask(trainer, "training ended", score)
         self._waiting = False
 
-    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
         wanted = self.save_on_exception and self._active and not trainer.sanity_checking
         if not wanted or isinstance(exception, NonFiniteError) or trainer.global_step == self._files.asked_step:
             return

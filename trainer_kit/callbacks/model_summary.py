@@ -142,21 +142,21 @@ class ModelSummary(Callback):
     def __init__(self, max_depth: int = 1) -> None:
         self.max_depth = _depth(max_depth)
 
-    def on_fit_start(self, trainer: TrainerLike, module: Any) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
         strategy = trainer.strategy
         staged = strategy.names_on_all_ranks() is not None
-        held = _of_all_ranks(module, strategy) if staged and self.max_depth != 0 else None
+        held = _of_all_ranks(pl_module, strategy) if staged and self.max_depth != 0 else None
         if trainer.is_global_zero and self.max_depth != 0:
             plugin = trainer.precision_plugin
             context = plugin.forward_context() if plugin is not None else None
             convert = plugin.convert_batch if plugin is not None and plugin.converts_batch else None
             if held is None:
-                table = summarize(module, self.max_depth, context=context, convert=convert)
+                table = summarize(pl_module, self.max_depth, context=context, convert=convert)
             else:
                 note = "no sizes: a forward would need every stage of the pipeline"
-                example = module.example_input_array
-                table = _table(module, self.max_depth, held, _Seen(note=None if example is None else note))
-            costs = trainer.strategy.costs(module, plugin, trainer.world_size)
+                example = pl_module.example_input_array
+                table = _table(pl_module, self.max_depth, held, _Seen(note=None if example is None else note))
+            costs = trainer.strategy.costs(pl_module, plugin, trainer.world_size)
             self.show(table, [] if costs is None else cost_lines(costs, trainer.optimizers))
 
     def show(self, table: ModelSummaryTable, costs: Sequence[str]) -> None:

@@ -54,12 +54,12 @@ class DeviceStatsMonitor(Callback):
         self._next: float = math.inf
         self._cpu_since = (0.0, 0.0)
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         every = trainer.log_every_n_steps
         self._next = following(trainer.progress.step, every) if every else math.inf
         self._cpu_since = perf_counter(), process_time()
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         step = trainer.progress.step
         if step < self._next:
             return
@@ -159,54 +159,54 @@ class SectionTimes(Callback):
         self._seconds[self._section] += now - self._mark
         self._section, self._mark = section, now
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
             self._seconds, self._section = dict.fromkeys(SECTIONS, 0.0), ""
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         device = trainer.strategy.device
         if self.synchronize and device.type != "cpu":
             self._wait = torch.get_device_module(device).synchronize
         self._section, self._mark = "callbacks", perf_counter()
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("data")
 
-    def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int) -> None:
         self.enter("forward")
 
-    def on_before_backward(self, trainer: TrainerLike, module: ModuleLike, loss: torch.Tensor) -> None:
+    def on_before_backward(self, trainer: TrainerLike, pl_module: ModuleLike, loss: torch.Tensor) -> None:
         self.enter("backward")
 
-    def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_after_backward(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("communication")
 
     def on_before_optimizer_step(
-        self, trainer: TrainerLike, module: ModuleLike, optimizer: torch.optim.Optimizer
+        self, trainer: TrainerLike, pl_module: ModuleLike, optimizer: torch.optim.Optimizer
     ) -> None:
         self.enter("step")
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.enter("callbacks")
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("data")
 
-    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("validation")
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("callbacks")
 
-    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
         self.enter("checkpoint")
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("callbacks")
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("")
 
 
@@ -278,21 +278,21 @@ class ThroughputMonitor(SectionTimes):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._seconds.update(state_dict["seconds"])
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        super().setup(trainer, module, stage)
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._flops, self._named = self.flops_per_batch, set()
 
-    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._end_count()
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        super().on_train_start(trainer, module)
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        super().on_train_start(trainer, pl_module)
         every, self._first_step = trainer.log_every_n_steps, trainer.progress.step
         self._next = following(self._first_step, every) if every else math.inf
         self._before, self._split_before = self._counts(trainer), self.time_split()
 
-    def on_train_batch_start(self, trainer: TrainerLike, module: ModuleLike, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int) -> None:
         if self.batch_size_fn is not None:
             self._own[0] += self.batch_size_fn(batch)
         if self.length_fn is not None:
@@ -304,26 +304,26 @@ class ThroughputMonitor(SectionTimes):
             counter.__enter__()
             self._counter, self._counted = counter, 0
         self._counted += 1
-        super().on_train_batch_start(trainer, module, batch, batch_idx)
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    def on_after_backward(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        super().on_after_backward(trainer, module)
+    def on_after_backward(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        super().on_after_backward(trainer, pl_module)
         if self._counter is not None:  # a step may have several backward passes
             total = self._counter.get_total_flops()  # type: ignore[attr-defined]  # 0: compiled
             self._flops = total / self._counted
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         self._end_count()
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         step = trainer.progress.step
         if step >= self._next:
             self._next = following(step, trainer.log_every_n_steps)
             self._log(trainer)
-        super().on_train_step_end(trainer, module)
+        super().on_train_step_end(trainer, pl_module)
 
     def _end_count(self) -> None:
         counter, self._counter = self._counter, None
@@ -444,7 +444,7 @@ class LearningRateMonitor(Callback):
             # The bus leaves out a hook that is the base class's own: steps pay only for what looks at them.
             leave_out(self, "on_train_step_end", LearningRateMonitor)
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.lrs = {name: [] for _, name, _ in self._groups(trainer, None)}
         every = trainer.log_every_n_steps
         if self.logging_interval != "epoch" and every:
@@ -455,13 +455,13 @@ class LearningRateMonitor(Callback):
         else:
             self._next = math.inf
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         step = trainer.progress.step
         if step >= self._next:
             self._next = following(step, trainer.log_every_n_steps)
             self._log(trainer, "step")
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         # A run that resumes inside an epoch has logged the rate of the epoch already.
         if self.logging_interval != "step" and not trainer.progress.epoch_batch:
             self._log(trainer, "epoch")

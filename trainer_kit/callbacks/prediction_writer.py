@@ -95,14 +95,14 @@ class BasePredictionWriter(Callback):
         """
         raise NotImplementedError(f"{type(self).__name__} writes at the end and does not override write_on_epoch_end")
 
-    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._predictions = [[] for _ in trainer.num_predict_batches]
         self._indices = [[] for _ in trainer.num_predict_batches]
 
     def on_predict_batch_end(
         self,
         trainer: TrainerLike,
-        module: ModuleLike,
+        pl_module: ModuleLike,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -110,17 +110,17 @@ class BasePredictionWriter(Callback):
     ) -> None:
         indices = trainer.predict_batch_indices
         if self.interval != "epoch":
-            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval != "batch":
             self._predictions[dataloader_idx].append(_on_host(outputs))
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.interval != "batch":
             predictions, indices = self._predictions, self._indices
             self._predictions, self._indices = [], []
             flat = predictions[0] if len(predictions) == 1 else predictions
-            self.write_on_epoch_end(trainer, module, flat, indices)
+            self.write_on_epoch_end(trainer, pl_module, flat, indices)
 
 
 @final
@@ -180,8 +180,8 @@ class PredictionWriter(BasePredictionWriter):
     def state_key(self) -> str:
         return f"PredictionWriter({self.output_dir})"
 
-    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        super().on_predict_start(trainer, module)
+    def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        super().on_predict_start(trainer, pl_module)
         self._counted = {}
         self.output_dir.mkdir(parents=True, exist_ok=True)
 

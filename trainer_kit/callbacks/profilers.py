@@ -87,12 +87,12 @@ class SimpleProfiler(SectionTimes):
             return call
         return _Timed(call, self._rows.setdefault((owner, hook), [0.0, 0.0]))
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        super().setup(trainer, module, stage)
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         for row in self._rows.values():
             row[:] = 0.0, 0.0
 
-    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         whole = sum(self.time_split().values())
         lines = [f"{'part':<60} {'calls':>8} {'total s':>10} {'mean ms':>10} {'%':>6}"]
         lines += [_row(name, None, seconds, whole) for name, seconds in self.time_split().items()]
@@ -137,11 +137,11 @@ class AdvancedProfiler(Callback):
         self._report = _Report(dirpath, filename)
         self._profile: cProfile.Profile | None = None
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._profile = cProfile.Profile()
         self._profile.enable()
 
-    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         profile = self._end()
         if profile is None:
             return
@@ -151,7 +151,7 @@ class AdvancedProfiler(Callback):
         pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(self.line_count_restriction)
         trainer.print(f"{text.getvalue().strip()}\nwritten to {path}")
 
-    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._end()
 
     def _end(self) -> cProfile.Profile | None:
@@ -226,7 +226,7 @@ class PyTorchProfiler(SectionTimes):
             self._range = torch.profiler.record_function(section)
             self._range.__enter__()
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._left = self.wait + self.warmup + self.active
         schedule = torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
         self._profile = torch.profiler.profile(schedule=schedule, **self._kwargs)
@@ -236,10 +236,10 @@ class PyTorchProfiler(SectionTimes):
                 f"memory_snapshot=True has no effect on {trainer.strategy.device}: torch records CUDA's memory"
             )
         self._begin_snapshot(trainer)
-        super().on_train_start(trainer, module)
+        super().on_train_start(trainer, pl_module)
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        super().on_train_step_end(trainer, module)
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        super().on_train_step_end(trainer, pl_module)
         if self._profile is None:
             return
         self._left -= 1
@@ -249,8 +249,8 @@ class PyTorchProfiler(SectionTimes):
         else:
             self._finish(trainer)
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
-        super().on_train_end(trainer, module)
+    def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
+        super().on_train_end(trainer, pl_module)
         if self._left < self.active:  # training ended while steps were recorded
             self._finish(trainer)
         elif self._profile is not None:
@@ -259,7 +259,7 @@ class PyTorchProfiler(SectionTimes):
                 " recording begins; lower wait= and warmup="
             )
 
-    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._stop()
 
     def _begin_snapshot(self, trainer: TrainerLike) -> None:

@@ -207,7 +207,7 @@ class ProgressBar(Callback):
 
     Example:
         >>> class Percent(ProgressBar):
-        ...     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        ...     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         ...         print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %")
     """
 
@@ -311,7 +311,7 @@ class ProgressBar(Callback):
         elif self._shown:
             builtins.print(*values, sep=sep, end=end, file=file)
 
-    def get_metrics(self, trainer: TrainerLike, module: ModuleLike) -> Mapping[str, Any]:
+    def get_metrics(self, trainer: TrainerLike, pl_module: ModuleLike) -> Mapping[str, Any]:
         """The values to show, by name; called at most ten times a second."""
         return trainer.progress_bar_metrics
 
@@ -319,54 +319,54 @@ class ProgressBar(Callback):
         """A new line for sanity, train, validation, test or predict, and its title; None draws nothing."""
         return None, title
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        self._trainer, self._module = trainer, module
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        self._trainer, self._module = trainer, pl_module
         self._shown = self.is_enabled and trainer.is_global_zero
         self._fitting = stage == "fit"
         self._next = math.inf
         self._times = _Times(began=monotonic())
 
-    def teardown(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._close()
 
-    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
         self._close()
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._times.trained, self._times.from_step = monotonic(), trainer.global_step
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._shown:
             self._show("train", self.train_description, self.total_train_batches, trainer.progress.epoch_batch)
 
     def on_train_batch_end(
-        self, trainer: TrainerLike, module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._done += 1
         if monotonic() >= self._next:
             self._draw(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._line is not None:
             self._finish(trainer)
             if self.leave:
                 self._close()
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._close()
 
-    def on_fit_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._shown and not trainer.fast_dev_run:
             for line in _summary(trainer, self._times):
                 trainer.print(line)
 
-    def on_sanity_check_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_sanity_check_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._show("sanity", self.sanity_check_description, self.total_val_batches)
 
-    def on_sanity_check_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_sanity_check_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._close(leave=False)
 
-    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if trainer.sanity_checking:
             return
         if self._fitting:
@@ -376,7 +376,7 @@ class ProgressBar(Callback):
     def on_validation_batch_end(
         self,
         trainer: TrainerLike,
-        module: ModuleLike,
+        pl_module: ModuleLike,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -386,7 +386,7 @@ class ProgressBar(Callback):
         if monotonic() >= self._next:
             self._draw(trainer)
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if trainer.sanity_checking:
             return
         if self._aside is None:
@@ -405,20 +405,20 @@ class ProgressBar(Callback):
             self._line.show(view)
             self._next = self._line.due
 
-    def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._show("test", self.test_description, self.total_test_batches)
 
     on_test_batch_end = on_validation_batch_end
 
-    def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._end(trainer)
 
-    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._show("predict", self.predict_description, self.total_predict_batches)
 
     on_predict_batch_end = on_validation_batch_end
 
-    def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._end(trainer)
 
     def _show(self, kind: str, title: str, total: int | float, done: int = 0) -> None:
@@ -499,7 +499,7 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
                 "newest" if score is None else f"best {callback.monitor}={float(score):.6g}"
             )  # no sync point: on the CPU
             lines.append(f"checkpoint: {value}: {callback.best_model_path}")
-    if trainer.log_dir is not None:
+    if trainer.loggers:
         lines += [f"logs: {trainer.log_dir}", f"report: {Path(trainer.log_dir) / REPORT}"]
     if steps and not trainer.callback_metrics:
         lines.append('nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss')

@@ -107,11 +107,11 @@ class ModelPruning(Callback):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._masks, self._first = dict(state_dict["masks"]), dict(state_dict["first"])
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if stage == "fit":
             self._pruned, self._masks, self._first = {}, {}, {}
 
-    def on_fit_start(self, trainer: TrainerLike, module: Any) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: Any) -> None:
         strategy = trainer.strategy
         if strategy.sharded or strategy.keeps_gradients or strategy.owns_step:
             raise ConfigurationError(
@@ -119,11 +119,11 @@ class ModelPruning(Callback):
                 found=strategy.describe(),
                 fix='use strategy="ddp"',
             )
-        self._pruned = self._find(module)
+        self._pruned = self._find(pl_module)
         if not self._pruned:
             raise ConfigurationError(
                 "ModelPruning found nothing to prune",
-                found=f"{type(module).__name__} has no parameter called {' or '.join(self._names)}",
+                found=f"{type(pl_module).__name__} has no parameter called {' or '.join(self._names)}",
                 fix="pass parameter_names=[...] or parameters_to_prune=[(module, name), ...]",
             )
         for kept in (self._masks, self._first):  # of a checkpoint
@@ -132,17 +132,17 @@ class ModelPruning(Callback):
             self._first = {name: parameter.detach().clone() for name, parameter in self._pruned.items()}
 
     def on_before_optimizer_step(
-        self, trainer: TrainerLike, module: ModuleLike, optimizer: torch.optim.Optimizer
+        self, trainer: TrainerLike, pl_module: ModuleLike, optimizer: torch.optim.Optimizer
     ) -> None:
         for name, mask in self._masks.items():
             gradient = self._pruned[name].grad
             if gradient is not None:
                 gradient.mul_(mask)
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._zero()
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         epoch = trainer.current_epoch
         applies = self._applies(epoch) if callable(self._applies) else self._applies
         amount = self.amount(epoch) if callable(self.amount) else self.amount

@@ -98,7 +98,7 @@ class Timer(Callback):
         self._before = float(state_dict["time_elapsed"].get("train", 0.0))
         self._started.pop("train", None)
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if (
             stage == "fit"
         ):  # a new fit has the full duration; load_state_dict restores the time that a resumed fit has used
@@ -106,43 +106,43 @@ class Timer(Callback):
             self._started.pop("train", None)
             self._ended.pop("train", None)
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         # A restored run may have used up its time already.
         self._stop_if_over(trainer)
 
-    def on_train_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._start("train")
         self._reported = False
         if self._duration is not None and self.interval == "step":
             self._deadline = self._started["train"] + self._duration - self._before
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if monotonic() >= self._deadline:
             self._stop_if_over(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.interval == "epoch":
             self._stop_if_over(trainer)
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._end("train")
 
-    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._start("validate")
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._end("validate")
 
-    def on_test_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._start("test")
 
-    def on_test_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_test_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._end("test")
 
-    def on_predict_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._start("predict")
 
-    def on_predict_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_predict_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._end("predict")
 
     def _start(self, stage: str) -> None:

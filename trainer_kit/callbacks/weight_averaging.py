@@ -360,32 +360,32 @@ class WeightAveraging(Callback):
         """By name, the live weights while the averages are swapped in."""
         return {} if self._averages is None else self._averages.own_weights()
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._fits = stage == "fit"
         if self._fits:
             self._averages = None
             _refuse_averaging(self, trainer, self.device)
 
-    def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
         if not self._fits or "optimizer_states" not in checkpoint:
             return  # only weights are loaded; in a checkpoint of this callback they are the averages
         if "averaging_state" not in checkpoint:
             trainer.print("weight averaging begins here: the checkpoint is of a run without it")
             return
-        self._averages = self._made(trainer, module)
-        shared = trainer.strategy.shared_names(module)
+        self._averages = self._made(trainer, pl_module)
+        shared = trainer.strategy.shared_names(pl_module)
         new = self._averages.load(checkpoint["averaging_state"], checkpoint["state_dict"], shared)
         if new:
             trainer.print(f"weight averaging begins here for {len(new)} weights that were not averaged: {new[0]}, ...")
 
-    def on_train_step_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.should_update(step_idx=trainer.progress.step - 1):
-            self._update(trainer, module)
+            self._update(trainer, pl_module)
 
-    def on_train_epoch_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         # A run that ends inside an epoch resumes there: the epoch must count once.
         if trainer.epoch_is_whole and self.should_update(epoch_idx=trainer.current_epoch):
-            self._update(trainer, module)
+            self._update(trainer, pl_module)
 
     def _update(self, trainer: TrainerLike, module: ModuleLike) -> None:
         if self._averages is None:
@@ -399,15 +399,15 @@ class WeightAveraging(Callback):
     def _average(self) -> _MultiAvgFn | None:
         return self._multi_avg_fn
 
-    def on_validation_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._fits and self.n_averaged:
             assert self._averages is not None
-            _divide_again(module)
+            _divide_again(pl_module)
             self._averages.put_in()
             # Every rank averages its own buffers; validation uses those of rank 0, as without averages.
-            self._lending.enter_context(trainer.strategy.shared_buffers(module))
+            self._lending.enter_context(trainer.strategy.shared_buffers(pl_module))
 
-    def on_validation_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._fits:
             self._take_out()
 
@@ -416,15 +416,15 @@ class WeightAveraging(Callback):
         if self._averages is not None:
             self._averages.take_out()
 
-    def on_train_end(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._averages is not None:
             self._averages.put_in()
 
-    def on_exception(self, trainer: TrainerLike, module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
         if self._fits:
             self._take_out()
 
-    def on_save_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
         from trainer_kit.state.collect import (
             without_own_buffers,
         )  # imports the checkpoint code, which is not needed at the start
@@ -442,8 +442,8 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = {**weights, **averaged}
         if "optimizer_states" in checkpoint:
             state = averages.state(beside=True)
-            checkpoint["current_model_state"] = without_own_buffers(trainer.strategy, module, mine)  # type: ignore[arg-type]
-            state["averages"] = without_own_buffers(trainer.strategy, module, state["averages"])  # type: ignore[arg-type]
+            checkpoint["current_model_state"] = without_own_buffers(trainer.strategy, pl_module, mine)  # type: ignore[arg-type]
+            state["averages"] = without_own_buffers(trainer.strategy, pl_module, state["averages"])  # type: ignore[arg-type]
             checkpoint["averaging_state"] = state
 
 
@@ -604,8 +604,8 @@ class StochasticWeightAveraging(WeightAveraging):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._anneals = bool(state_dict["anneals"])
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
-        super().setup(trainer, module, stage)
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._anneals = False
@@ -619,14 +619,14 @@ class StochasticWeightAveraging(WeightAveraging):
             self._first = max(int(self.swa_epoch_start * trainer.max_epochs) - 1, 0)
         else:
             self._first = self.swa_epoch_start - 1
-        if not module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             raise ConfigurationError(
                 "stochastic weight averaging sets the learning rate, but in manual optimization the module does",
                 fix="use WeightAveraging, and torch's SWALR in your training_step",
             )
 
-    def on_load_checkpoint(self, trainer: TrainerLike, module: ModuleLike, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(trainer, module, checkpoint)
+    def on_load_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._fits and checkpoint.get("callbacks", {}).get(self.state_key, {}).get("anneals"):
             (optimizer,) = trainer.optimizers
             configured = [group["lr"] for group in optimizer.param_groups]
@@ -634,7 +634,7 @@ class StochasticWeightAveraging(WeightAveraging):
             for group, rate in zip(optimizer.param_groups, configured, strict=True):
                 group["lr"] = rate  # it is compared with what was configured then
 
-    def on_fit_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         groups = [len(optimizer.param_groups) for optimizer in trainer.optimizers]
         rates = 1 if isinstance(self.swa_lrs, (int, float)) else len(self.swa_lrs)
         if len(groups) != 1 or rates not in (1, groups[0]):
@@ -644,7 +644,7 @@ class StochasticWeightAveraging(WeightAveraging):
                 fix="use WeightAveraging for several optimizers; give one learning rate, or one for each group",
             )
 
-    def on_train_epoch_start(self, trainer: TrainerLike, module: ModuleLike) -> None:
+    def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if not self._anneals and trainer.current_epoch >= self._first:
             self._anneal(trainer)
 

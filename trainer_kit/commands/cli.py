@@ -143,7 +143,7 @@ class SaveConfigCallback(Callback):
         self.parser, self.config, self.config_filename = parser, config, config_filename
         self.overwrite, self.save_to_log_dir, self.already_saved = overwrite, save_to_log_dir, False
 
-    def setup(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         if self.already_saved or not trainer.is_global_zero:
             return
         writes = trainer.loggers or (stage == "fit" and trainer.checkpoint_callback is not None)
@@ -157,10 +157,10 @@ class SaveConfigCallback(Callback):
             trainer.run_dir.mkdir(parents=True, exist_ok=True)
             text = yaml.safe_dump(mask_secrets(plain), sort_keys=False, allow_unicode=True)
             _keep(trainer.run_dir / self.config_filename, text, self.overwrite)
-        self.save_config(trainer, module, stage)
+        self.save_config(trainer, pl_module, stage)
         self.already_saved = True
 
-    def save_config(self, trainer: TrainerLike, module: ModuleLike, stage: str) -> None:
+    def save_config(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         """Called once on rank 0, after the file is written; does nothing by default."""
 
 

@@ -21,7 +21,7 @@ def _utilities(*names: str, **renamed: str) -> dict[str, str]:
 _MODULE = _at("core.module", LightningModule="TrainModule")
 _DATA_MODULE = _at("core.datamodule", LightningDataModule="DataModule")
 _CALLBACK = _at("core.hooks", "Callback")
-_SEED = _at("core.seed", "seed_everything")
+_SEED = _at("core.seed", "reset_seed", "seed_everything")
 _STATES = _at("core.states", "RunningStage", "TrainerFn", "TrainerState", "TrainerStatus")
 _LOADER = _at("data", "CombinedLoader")
 _MOVE = _at("core.tensors", move_data_to_device="move_to_device")
@@ -79,12 +79,37 @@ _UTILITIES = {
         "grad_norm",
     ),
 }
+_ACCELERATORS = _at(
+    "compat.accelerators",
+    "CPUAccelerator",
+    "CUDAAccelerator",
+    "MPSAccelerator",
+    "XLAAccelerator",
+    "find_usable_cuda_devices",
+    ACCELERATOR_REGISTRY="ACCELERATORS",
+    Accelerator="LightningAccelerator",
+    AcceleratorRegistry="ACCELERATORS",
+)
+_CHECKPOINT_IOS = _at("compat.checkpoint_io", "CheckpointIO", "TorchCheckpointIO")
+_PARSING = _at(
+    "compat.lightning_parsing",
+    "clean_namespace",
+    "collect_init_args",
+    "get_init_args",
+    "is_picklable",
+    "parse_class_init_keys",
+)
+_REGISTRY = _at("build", STRATEGY_REGISTRY="STRATEGY_REGISTRY", StrategyRegistry="STRATEGY_REGISTRY")
+_TQDM = _at("compat.lightning_tqdm", "Tqdm")
+_ZERO = _at("compat.fabric_names", "convert_zero_checkpoint_to_fp32_state_dict")
 _WORDS = _at("compat.lightning_demos", "LightningTransformer", "Transformer", "WikiText2")
 _DEMOS = _at("compat.lightning_demos", "BoringDataModule", "BoringModel", "DemoModel")
 _SERVED = _at("compat.lightning_serve", "ServableModule", "ServableModuleValidator")
 
 PATHS: Final[dict[str, dict[str, str]]] = {
     "": _utilities("cli_lightning_logo"),
+    "accelerators": _ACCELERATORS,
+    **{f"accelerators.{name}": _ACCELERATORS for name in ("accelerator", "cpu", "cuda", "mps", "xla")},
     "callbacks.base": _CALLBACK,
     "callbacks.batch_size_finder": _at("callbacks.tuning", "BatchSizeFinder"),
     "callbacks.callback": _CALLBACK,
@@ -98,12 +123,13 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "callbacks.on_exception_checkpoint": _at("callbacks.leaving", "OnExceptionCheckpoint"),
     "callbacks.progress": {
         **_at("callbacks.progress_bar", "ProgressBar", "TQDMProgressBar"),
+        **_TQDM,
         **_at("callbacks.rich_displays", "RichProgressBar"),
     },
     "callbacks.progress.base": _at("callbacks.progress_bar", "ProgressBar"),
     "callbacks.progress.progress_bar": _at("callbacks.progress_bar", "ProgressBar"),
     "callbacks.progress.rich_progress": _at("callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"),
-    "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar"),
+    "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar") | _TQDM,
     "callbacks.rich_model_summary": _at("callbacks.rich_displays", "RichModelSummary"),
     "callbacks.spike": _at("callbacks.bad_steps", "SpikeDetection"),
     "callbacks.stochastic_weight_avg": _at("callbacks.weight_averaging", "StochasticWeightAveraging"),
@@ -148,7 +174,8 @@ PATHS: Final[dict[str, dict[str, str]]] = {
         **_at("loggers.layout", "DummyLogger"),
         **_utilities("rank_zero_experiment"),
     },
-    "plugins": _PRECISIONS,
+    "plugins": _PRECISIONS | _CHECKPOINT_IOS,
+    **{f"plugins.io{name}": _CHECKPOINT_IOS for name in ("", ".checkpoint_plugin", ".torch_plugin")},
     "plugins.precision": _PRECISIONS,
     "plugins.precision.amp": _at("precision.native", "MixedPrecision"),
     "plugins.precision.bitsandbytes": _at("precision.bitsandbytes", "BitsandbytesPrecision"),
@@ -162,7 +189,7 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "serve": _SERVED,
     "serve.servable_module": _at("compat.lightning_serve", "ServableModule"),
     "serve.servable_module_validator": _at("compat.lightning_serve", "ServableModuleValidator"),
-    "strategies": _utilities("ParallelStrategy"),
+    "strategies": _utilities("ParallelStrategy") | _REGISTRY,
     "strategies.parallel": _utilities("ParallelStrategy"),
     "strategies.model_parallel": _at("strategies.model_parallel", "ModelParallelStrategy"),
     "strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
@@ -189,7 +216,8 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "utilities.model_helpers": _utilities("get_torchvision_model", "is_overridden"),
     "utilities.model_summary": _SUMMARY,
     "utilities.model_summary.model_summary": _SUMMARY,
-    "utilities.parsing": _utilities("AttributeDict"),
+    "utilities.deepspeed": _ZERO,
+    "utilities.parsing": _utilities("AttributeDict") | _PARSING,
     "utilities.rank_zero": _RANK_ZERO,
     "utilities.seed": _SEED | _utilities("isolate_rng"),
     "utilities.types": _TYPES,
@@ -200,9 +228,20 @@ PATHS: Final[dict[str, dict[str, str]]] = {
 _FABRIC = ("apply_func", "cloud_io", "data", "distributed", "exceptions", "rank_zero", "seed", "types", "warnings")
 PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC})
 _FABRIC_CLASS = _at("accelerator.fabric", "Fabric")
-PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS})
+PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS | _CHECKPOINT_IOS})
 PATHS.update({"fabric": {**_FABRIC_CLASS, **_SEED}, "fabric.fabric": _FABRIC_CLASS})
+PATHS["fabric.utilities.cloud_io"] = PATHS["utilities.cloud_io"] | _at("compat.fabric_names", _load="load_file")
+PATHS["fabric.utilities.data"] = {
+    **PATHS["utilities.data"],
+    **_at("compat.fabric_names", "has_len", "sized_len", "suggested_max_num_workers"),
+}
+PATHS["fabric.utilities.distributed"] = {
+    **_RANK_ZERO,
+    **_at("compat.fabric_names", _distributed_is_initialized="distributed_is_initialized"),
+}
 _FABRIC_STRATEGIES = {
+    **_REGISTRY,
+    **_at("strategies", "DeepSpeedStrategy"),
     **_at("strategies.ddp", "DDPStrategy"),
     **_at("strategies.fsdp", "FSDPStrategy"),
     **_at("strategies.single", "SingleDeviceStrategy"),
@@ -218,7 +257,18 @@ PATHS.update(
         "fabric.loggers.csv_logs": _utilities(CSVLogger="fabric_csv_logger"),
         "fabric.loggers.logger": _at("core.protocols", "Logger") | _utilities("rank_zero_experiment"),
         "fabric.loggers.tensorboard": _utilities(TensorBoardLogger="fabric_tensorboard_logger"),
-        "fabric.plugins.precision": _PRECISIONS,
+        **{f"fabric.{path}": PATHS[path] for path in PATHS if path.startswith(("accelerators", "plugins."))},
+        "fabric.accelerators.registry": _ACCELERATORS,
+        "fabric.plugins.io.checkpoint_io": _CHECKPOINT_IOS,
+        "fabric.plugins.io.torch_io": _CHECKPOINT_IOS,
+        "fabric.strategies.deepspeed": _at("strategies", "DeepSpeedStrategy"),
+        "fabric.strategies.registry": _REGISTRY,
+        "fabric.utilities.enums": PATHS["utilities.enums"],
+        "fabric.utilities.init": _at("compat.fabric_names", _materialize_meta_tensors="materialize_meta_tensors"),
+        "fabric.utilities.load": _at("compat.fabric_names", _lazy_load="lazy_load"),
+        "fabric.utilities.throughput": _at(
+            "compat.throughput", "Throughput", "ThroughputMonitor", "get_available_flops", "measure_flops"
+        ),
         "fabric.utilities.imports": _utilities("_IS_WINDOWS"),
         "fabric.strategies": _FABRIC_STRATEGIES,
         "fabric.strategies.ddp": _at("strategies.ddp", "DDPStrategy"),
@@ -228,7 +278,12 @@ PATHS.update(
         "fabric.strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
         "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
         "fabric.wrappers": {
-            **_at("accelerator.fabric_module", _FabricModule="FabricModule", _unwrap_objects="unwrap_objects"),
+            **_at(
+                "accelerator.fabric_module",
+                "is_wrapped",
+                _FabricModule="FabricModule",
+                _unwrap_objects="unwrap_objects",
+            ),
         },
     }
 )
@@ -246,18 +301,11 @@ PATHS["fabric.plugins.collectives.collective"] = PATHS["fabric.plugins.collectiv
     **_GROUPS,
 }
 _ONLY_ELSEWHERE = (
-    *("fabric.accelerators", "fabric.utilities.init", "fabric.utilities.load"),
-    *("fabric.utilities.throughput", "fabric.utilities.device_parser", "fabric.utilities.registry"),
-    "accelerators",
+    *("fabric.utilities.device_parser", "fabric.utilities.registry"),
     "callbacks.checkpoint",
     "core.saving",
-    "fabric.plugins.environments",
-    "fabric.plugins.io",
-    "fabric.plugins.io.checkpoint_io",
-    "fabric.plugins.io.torch_io",
     "loggers.neptune",
-    "plugins.environments",
-    "plugins.io",
+    *("plugins.io.async_plugin", "plugins.io.wrapper", "plugins.io.xla_plugin"),
     "plugins.layer_sync",
     "plugins.precision.deepspeed",
     "plugins.precision.double",
@@ -273,6 +321,17 @@ _ONLY_ELSEWHERE = (
     "utilities.compile",
     "utilities.parameter_tying",
     "utilities.signature_utils",
+    *(f"fabric.plugins.precision.{name}" for name in ("deepspeed", "double", "fsdp", "half", "utils", "xla")),
+    *("fabric.plugins.io.xla", "fabric.strategies.dp", "fabric.strategies.single_xla", "fabric.strategies.xla"),
+    "fabric.strategies.xla_fsdp",
+    *(
+        f"{room}.environments{name}"
+        for room in ("plugins", "fabric.plugins")
+        for name in (
+            "",
+            *(".cluster_environment", ".kubeflow", ".lightning", ".lsf", ".mpi", ".slurm", ".torchelastic", ".xla"),
+        )
+    ),
 )
 PATHS.update({path: {} for path in _ONLY_ELSEWHERE})
 
@@ -286,14 +345,10 @@ _GIVEN = "leave it out, or copy it into your project: nothing here needs it"
 
 ELSEWHERE: Final[dict[str, str]] = {
     "AbstractClosure": _LOOP,
-    "AcceleratorRegistry": _HARDWARE,
     "AsyncCheckpointIO": _CHECKPOINT_IO,
     "BoringDataModuleNoLen": "a DataModule over RandomIterableDataset",
-    "CPUAccelerator": _HARDWARE,
-    "CUDAAccelerator": _HARDWARE,
     "Checkpoint": "subclass Callback",
     "CheckpointHooks": "TrainModule and DataModule have its hooks: on_save_checkpoint, on_load_checkpoint",
-    "CheckpointIO": _CHECKPOINT_IO,
     "ClusterEnvironment": _ENVIRONMENT,
     "DDPFullyShardedNativeStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
     "DDPFullyShardedStrategy": 'trainer_kit.strategies.FSDPStrategy, or Trainer(strategy="fsdp")',
@@ -324,7 +379,6 @@ ELSEWHERE: Final[dict[str, str]] = {
     "MODEL_REGISTRY": "leave it out: trainer_kit.cli finds subclasses by their class_path",
     "MODULE_OPTIMIZERS": "torch.optim.Optimizer | list[torch.optim.Optimizer]",
     "MPIEnvironment": _ENVIRONMENT,
-    "MPSAccelerator": _HARDWARE,
     "NativeMixedPrecisionPlugin": "trainer_kit.precision.MixedPrecision",
     "NeptuneLogger": "Neptune ended its service in 2026; use another logger, such as MLFlowLogger",
     "PassThroughProfiler": "leave it out: a Trainer without a profiler measures nothing",
@@ -336,52 +390,28 @@ ELSEWHERE: Final[dict[str, str]] = {
     "SimpleLSTM": "examples/lm.py has a language model",
     "SingleDeviceCollective": "leave it out: TorchCollective works on one process, too",
     "SingleDeviceXLAStrategy": "trainer_kit.strategies.XLAStrategy",
-    "StrategyRegistry": "trainer_kit.core.registry.STRATEGIES",
     "TPUAccelerator": _HARDWARE,
     "TestTubeLogger": "trainer_kit.loggers.CSVLogger or TensorBoardLogger",
-    "TorchCheckpointIO": _CHECKPOINT_IO,
     "TorchElasticEnvironment": _ENVIRONMENT,
     "TorchSyncBatchNorm": "Trainer(sync_batchnorm=True)",
-    "Tqdm": "tqdm.auto.tqdm",
     "UnrepeatedDistributedSampler": "leave it out: each sample counts once, on any number of processes",
-    "XLAAccelerator": _HARDWARE,
     "XLACheckpointIO": _CHECKPOINT_IO,
     "XLAEnvironment": _ENVIRONMENT,
     "XLAPrecision": 'Trainer(strategy="xla", precision="bf16-true")',
     "XLAProfiler": "torch_xla.debug.profiler",
     "XLAStatsMonitor": "from trainer_kit.callbacks import DeviceStatsMonitor",
-    "accelerators.Accelerator": (
-        "Trainer(accelerator=...) takes a word; trainer.strategy.device is the device. "
-        "trainer_kit.Accelerator is something else: Hugging Face Accelerate's class for raw loops"
-    ),
-    "accelerators.accelerator": "Trainer(accelerator=...) takes a word; trainer_kit.Accelerator is for your own loop",
-    "accelerators.cpu": _HARDWARE,
-    "accelerators.cuda": _HARDWARE,
-    "accelerators.mps": _HARDWARE,
-    "accelerators.xla": _HARDWARE,
     "auto_move_data": "self.transfer_batch_to_device(batch, self.device, 0) in forward, or trainer.predict",
-    "collect_init_args": "self.save_hyperparameters()",
-    "convert_zero_checkpoint_to_fp32_state_dict": "trainer-kit checkpoint export: a checkpoint has the whole weights",
     "demos.lstm": "examples/lm.py has a language model",
     "disable_possible_user_warnings": "leave it out: this library issues no such warning",
-    "fabric.accelerators.Accelerator": (
-        "leave the class out: Fabric(accelerator=...) takes a word. trainer_kit.Accelerator is something else"
-    ),
-    "fabric.utilities.throughput.ThroughputMonitor": (
-        "trainer_kit.callbacks.ThroughputMonitor in a Trainer; count samples yourself in a raw loop"
-    ),
     "find_shared_parameters": "leave it out: tied weights stay tied on every device",
-    "find_usable_cuda_devices": 'Trainer(devices=2) or devices="auto" finds them',
     "from_compiled": "Trainer(compile=True) compiles training_step and leaves the module as it is",
     "get_formatted_model_size": "trainer_kit.callbacks.model_summary.summarize(module).megabytes",
     "get_human_readable_count": 'f"{count:,}"',
-    "get_init_args": "self.save_hyperparameters()",
     "get_nvidia_gpu_stats": "callbacks=[DeviceStatsMonitor()], or torch.cuda.memory_stats()",
     "get_standard_metrics": "ProgressBar.get_metrics(trainer, module)",
     "is_cuda_out_of_memory": "utilities.memory.is_oom_error",
     "is_out_of_cpu_memory": "utilities.memory.is_oom_error",
     "is_param_in_hook_signature": "inspect.signature(hook).parameters",
-    "is_picklable": "pickle.dumps(value) in a try block",
     "is_shared_filesystem": "leave it out: every rank reads a checkpoint from its path",
     "lightning_getattr": "getattr(module, name), or module.hparams[name]",
     "lightning_hasattr": "hasattr(module, name), or name in module.hparams",
@@ -389,26 +419,17 @@ ELSEWHERE: Final[dict[str, str]] = {
     "lite": "trainer_kit.Fabric: setup, backward and your own loop",
     "load_hparams_from_yaml": "yaml.safe_load",
     "loops": _LOOP,
-    "measure_flops": "torch.utils.flop_counter.FlopCounterMode; ModelSummary shows FLOPs",
     "merge_dicts": _GIVEN,
     "metrics": "the package torchmetrics",
     "module_available": "importlib.util.find_spec(name) is not None",
     "overrides": "leave it out: each sample counts once, on any number of processes",
-    "parse_class_init_keys": "inspect.signature(cls)",
     "pl_worker_init_function": "leave it out: loader workers are always seeded from seed and epoch",
-    "plugins.io.async_plugin": _CHECKPOINT_IO,
-    "plugins.io.checkpoint_plugin": _CHECKPOINT_IO,
-    "plugins.io.torch_plugin": _CHECKPOINT_IO,
     "recursive_detach": "utilities.apply_func.apply_to_collection(values, torch.Tensor, torch.Tensor.detach)",
-    "reset_seed": "seed_everything(seed)",
     "save_hparams_to_yaml": "yaml.safe_dump(dict(module.hparams))",
     "set_shared_parameters": "leave it out: tied weights stay tied on every device",
-    "sized_len": "len(loader) in a try block",
     "strategies.launchers": "Trainer(devices=2) starts processes, torchrun or trainer-kit launch do too",
-    "suggested_max_num_workers": "len(os.sched_getaffinity(0)) // processes",
     "to_uncompiled": "Trainer(compile=True) compiles training_step and leaves the module as it is",
     "utilities.consolidate_checkpoint": "trainer-kit checkpoint export: a checkpoint has the whole weights",
-    "utilities.deepspeed": "trainer-kit checkpoint export: a checkpoint has the whole weights",
     "utilities.migration": "load_from_checkpoint reads the weights of a .ckpt file of any version",
     "utilities.model_registry": "upload checkpoints in a callback or a logger's after_save_checkpoint",
     "utilities.upgrade_checkpoint": "load_from_checkpoint reads the weights of a .ckpt file of any version",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, cast
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from trainer_kit.core.arguments import with_typed_arguments
+from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.lazy import other_names
 from trainer_kit.core.signatures import check_names
 from trainer_kit.core.tensors import move_to_device
@@ -36,7 +38,10 @@ if getattr(rank_zero_only, "rank", None) is None:
     # `Environment.detect` refuses a rank that is not a number; an import does not.
     rank_zero_only.rank = int(_rank) if _rank.isdecimal() else 0  # type: ignore[attr-defined]
 
-__all__ = ["Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes", "restore_modes"]
+__all__ = ["RUNNING_MODULE", "Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes", "restore_modes"]
+
+RUNNING_MODULE: Final[ContextVar[Any]] = ContextVar("RUNNING_MODULE", default=None)
+"""The module of the running entry point, which records the values of `Callback.log`."""
 
 __getattr__ = other_names(__name__)
 
@@ -45,15 +50,16 @@ class Callback:
     """Base class of callbacks: its hooks are called at fixed points of the loop.
 
     Subclass it and override the hooks you need; hooks that are not overridden cost nothing. Every hook is called with
-    positional arguments, as ``hook(trainer, module, ...)``. A misspelt hook is an error when the class is created; any
-    other unknown ``on_*`` name, and wrong parameters, when an object of the class is passed to a Trainer.
+    positional arguments, as ``hook(trainer, pl_module, ...)``, so an override may use other parameter names. A misspelt
+    hook is an error when the class is created; any other unknown ``on_*`` name, and wrong parameters, when an object of
+    the class is passed to a Trainer.
 
     Attributes:
         order: ``"early"``, ``"normal"`` or ``"late"``; callbacks of the same order run as listed in the Trainer.
 
     Example:
         >>> class PrintEpoch(Callback):
-        ...     def on_train_epoch_end(self, trainer, module):
+        ...     def on_train_epoch_end(self, trainer, pl_module):
         ...         print("epoch", trainer.current_epoch, "done")
     """
 
@@ -89,6 +95,47 @@ class Callback:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what ``state_dict`` returned."""
 
+    def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Record a value, as ``pl_module.log`` does in the same hook.
+
+        Args:
+            name: the metric's name.
+            value: a number, a tensor of one element, or a metric object with ``compute()``.
+            args: further options of `TrainModule.log`, in its order.
+            kwargs: the same options by name, such as ``on_epoch=True``.
+
+        Raises:
+            LogError: values cannot be logged in this hook, or the options contradict it.
+            ConfigurationError: no entry point of a Trainer is running.
+
+        Example:
+            >>> import torch
+            >>> from trainer_kit import Trainer
+            >>> from trainer_kit.testing import TinyModule
+            >>> class Count(Callback):
+            ...     def on_train_epoch_end(self, trainer, pl_module):
+            ...         self.log("batches", trainer.num_training_batches)
+            >>> trainer = Trainer(max_epochs=1, callbacks=[Count()], logger=False, enable_checkpointing=False,
+            ...                   enable_progress_bar=False, enable_model_summary=False)
+            >>> trainer.fit(TinyModule(), [torch.randn(4, 32)] * 3)
+            >>> float(trainer.callback_metrics["batches"])
+            3.0
+        """
+        self._running_module(f"log({name!r})").log(name, value, *args, **kwargs)
+
+    def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Call `log` for each entry, with the same options."""
+        self._running_module("log_dict").log_dict(dictionary, *args, **kwargs)
+
+    def _running_module(self, call: str) -> Any:
+        module = RUNNING_MODULE.get()
+        if module is None:
+            raise ConfigurationError(
+                f"{type(self).__name__}.{call} outside of a Trainer: the value would go nowhere",
+                fix="call it inside a hook",
+            )
+        return module
+
     def wrap_hook(self, hook: str, owner: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Replace a hook of a callback or module, for example to profile it. Called before an entry point runs.
 
@@ -99,86 +146,86 @@ class Callback:
         """
         return call
 
-    def setup(self, trainer: AnyTrainer, module: AnyModule, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """The first call of an entry point, on every process. ``stage`` is fit, validate, test or predict."""
 
-    def teardown(self, trainer: AnyTrainer, module: AnyModule, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, pl_module: AnyModule, stage: str) -> None:
         """The last call of an entry point, also after an exception."""
 
-    def on_fit_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """At the start of a fit: modules and optimizers are created, placed, wrapped and restored."""
 
-    def on_fit_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After ``on_train_end``; the strategy is still running."""
 
-    def on_sanity_check_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the sanity-check validation that precedes training."""
 
-    def on_sanity_check_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After the sanity check; random state and metrics are as before it."""
 
-    def on_train_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first epoch of a fit, and again when a resumed fit starts."""
 
-    def on_train_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_train_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After the last epoch."""
 
-    def on_train_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first batch of an epoch."""
 
-    def on_train_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After the last batch of an epoch; values logged here belong to the epoch.
 
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
-    def on_train_batch_start(self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
     def on_train_batch_end(
-        self, trainer: AnyTrainer, module: AnyModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: AnyTrainer, pl_module: AnyModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """After a micro-batch; for the last of a window after the optimizer step, with the gradients still present.
 
         ``outputs`` is ``{"loss": detached loss, ...}``, or None for a skipped batch.
         """
 
-    def on_train_step_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_train_step_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After each optimizer step, once per window (not in Lightning)."""
 
-    def on_before_zero_grad(self, trainer: AnyTrainer, module: AnyModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Before gradients are cleared: once per window, before its first backward."""
 
-    def on_before_backward(self, trainer: AnyTrainer, module: AnyModule, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
         """Before each backward; ``loss`` is weighted and scaled, as backward will see it."""
 
-    def on_after_backward(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After each backward; gradients may still be scaled and unsynchronised."""
 
-    def on_before_optimizer_step(self, trainer: AnyTrainer, module: AnyModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
         """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
 
-    def on_validation_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first validation loader; modules are in evaluation mode."""
 
-    def on_validation_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After validation; reduced values are in ``callback_metrics``."""
 
-    def on_validation_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_validation_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first validation batch."""
 
-    def on_validation_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_validation_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(
-        self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``validation_step``."""
 
     def on_validation_batch_end(
         self,
         trainer: AnyTrainer,
-        module: AnyModule,
+        pl_module: AnyModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -186,27 +233,27 @@ class Callback:
     ) -> None:
         """After each ``validation_step``, with what it returned."""
 
-    def on_test_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_test_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first test loader; modules are in evaluation mode."""
 
-    def on_test_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_test_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After test; reduced values are in ``callback_metrics``."""
 
-    def on_test_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_test_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first test batch."""
 
-    def on_test_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(
-        self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``test_step``."""
 
     def on_test_batch_end(
         self,
         trainer: AnyTrainer,
-        module: AnyModule,
+        pl_module: AnyModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -214,27 +261,27 @@ class Callback:
     ) -> None:
         """After each ``test_step``, with what it returned."""
 
-    def on_predict_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first predict loader; modules are in evaluation mode."""
 
-    def on_predict_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After prediction."""
 
-    def on_predict_epoch_start(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """Before the first predict batch."""
 
-    def on_predict_epoch_end(self, trainer: AnyTrainer, module: AnyModule) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After the last batch."""
 
     def on_predict_batch_start(
-        self, trainer: AnyTrainer, module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before each ``predict_step``."""
 
     def on_predict_batch_end(
         self,
         trainer: AnyTrainer,
-        module: AnyModule,
+        pl_module: AnyModule,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -242,16 +289,16 @@ class Callback:
     ) -> None:
         """After each ``predict_step``, with what it returned."""
 
-    def on_exception(self, trainer: AnyTrainer, module: AnyModule, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
         """After an exception, which is then raised to the caller unchanged."""
 
-    def on_save_checkpoint(self, trainer: AnyTrainer, module: AnyModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Before the state is written; the hook may add keys."""
 
-    def on_load_checkpoint(self, trainer: AnyTrainer, module: AnyModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
-    def on_checkpoint_committed(self, trainer: AnyTrainer, module: AnyModule, path: Location) -> None:
+    def on_checkpoint_committed(self, trainer: AnyTrainer, pl_module: AnyModule, path: Location) -> None:
         """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
         ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, final
 
@@ -46,7 +46,8 @@ def find_names(package: str, tables: Sequence[str]) -> None:
     names and where they are defined: ``{"utilities.types": {"STEP_OUTPUT": "compat.types:STEP_OUTPUT"}}``, all relative
     to the package. ``ELSEWHERE`` maps each missing name, ``"Fabric"`` or with its path ``"cli.Fabric"``, to what to use
     instead. An existing module takes precedence over a path in a table; with `other_names` it has the names of that
-    path too. A path with an entry ``__call__`` is a module that can be called like that function.
+    path too. Modules are attributes of their packages, imported or not: ``package.callbacks.early_stopping``. A path
+    with an entry ``__call__`` is a module that can be called like that function.
 
     Args:
         package: its ``__name__``.
@@ -167,7 +168,7 @@ class _OtherPaths(MetaPathFinder, Loader):
             path, _, attribute = home.partition(":")
             return getattr(import_module(f"{self._package}.{path}"), attribute)
         below = f"{module}.{name}"
-        if below in sys.modules or below[len(self._package) + 1 :] in self.paths:
+        if below in sys.modules or below[len(self._package) + 1 :] in self.paths or _has_file(module, name):
             return import_module(below)
         raise AttributeError(self._missing(module, name))
 
@@ -194,6 +195,12 @@ class _OtherPaths(MetaPathFinder, Loader):
         here = import_module(module)
         known = getattr(here, "__all__", None) or dir(here)
         return str(ConfigurationError(problem, fix=did_you_mean(name, known, f"dir({module}) lists its names")))
+
+
+def _has_file(package: str, name: str) -> bool:
+    """Whether a package contains a module of this name; the search imports nothing."""
+    directories = vars(sys.modules[package]).get("__path__")
+    return directories is not None and PathFinder.find_spec(f"{package}.{name}", directories) is not None
 
 
 def _imports() -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["order_seed", "preserved_rng", "restore_rng", "rng_state", "seed_everything", "swap_last_seed"]
+__all__ = ["order_seed", "preserved_rng", "reset_seed", "restore_rng", "rng_state", "seed_everything", "swap_last_seed"]
 
 _last_seed: int | None = None
 
@@ -48,6 +48,20 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         xla.manual_seed(chosen)  # torch does not seed XLA; a runtime that starts later takes torch's seed
     _last_seed = chosen
     return chosen
+
+
+def reset_seed() -> None:
+    """Seed every generator again as the last `seed_everything` did; without such a call this does nothing.
+
+    Example:
+        >>> _ = seed_everything(7)
+        >>> first = torch.rand(1)
+        >>> reset_seed()
+        >>> bool(torch.rand(1) == first)
+        True
+    """
+    if _last_seed is not None:
+        seed_everything(_last_seed)
 
 
 def order_seed() -> int:

@@ -28,6 +28,7 @@ _FORMER = {
 
 _OURS: Final = "trainer_kit."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_CALLED_BY_USERS: Final = frozenset({"log", "log_dict"})  # a user's class may use these names for other methods
 
 
 def check_names(cls: type, *specifications: type) -> None:
@@ -80,7 +81,7 @@ def check_hooks(cls: type, *specifications: type) -> None:
 
 def _hooks(specifications: Collection[type]) -> dict[str, Callable[..., Any]]:
     every = {name: value for spec in specifications for name, value in vars(spec).items() if inspect.isfunction(value)}
-    return {name: value for name, value in every.items() if not name.startswith("__")}
+    return {name: value for name, value in every.items() if not name.startswith("__") and name not in _CALLED_BY_USERS}
 
 
 def _no_hook(cls: type, name: str, fix: str) -> HookError:

@@ -78,18 +78,16 @@ class CSVLogger(DirectoryLogger):
 
         Args:
             metrics: numbers, or tensors of one element.
-            step: the step of the values; None for a new row, after the last one.
+            step: the step of the values; None for the value called ``step``, else for a new row after the last one.
+                The column ``step`` holds this step, so it replaces a value of that name, as in Lightning.
 
         Raises:
-            LogError: a value is not one number, or a metric is called ``step``.
+            LogError: a value is not one number.
         """
         values = numbers(metrics, self._prefix)
-        if "step" in values:
-            raise LogError(
-                "a metric cannot be called 'step' in a table of metrics",
-                found="the first column of the table has this name",
-                fix="log it under another name, such as 'train/step'",
-            )
+        logged_step = values.pop("step", None)
+        if step is None and logged_step is not None:
+            step = int(logged_step)
         if not values:
             return
         self._opened = True

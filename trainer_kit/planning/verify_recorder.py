@@ -263,12 +263,12 @@ class Recorder(Callback):
         self._feed: Any = None
         self._compiled = 0
 
-    def setup(self, trainer: Session, module: TrainModule, stage: str) -> None:
+    def setup(self, trainer: Session, pl_module: TrainModule, stage: str) -> None:
         """Let passed samplers divide the data as under a launcher."""
         places, world = trainer.strategy.data, trainer.strategy.world
         self.record.retargeted = retarget_samplers(self.loaders, places.rank, places.size, world.size)
 
-    def on_train_start(self, trainer: Session, module: TrainModule) -> None:
+    def on_train_start(self, trainer: Session, pl_module: TrainModule) -> None:
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
         strategy, record = trainer.strategy, self.record
         record.place, record.places = strategy.data.rank, strategy.data.size
@@ -278,28 +278,28 @@ class Recorder(Callback):
         schedule = trainer.run.schedule
         schedule.max_epochs = schedule.max_duration = None
         schedule.max_steps, schedule.min_epochs, schedule.min_steps = self.steps, 0, 0
-        record.norms, record.synced, record.waiting = batch_norms(module), synced_norms(module), []
-        if module.automatic_optimization:
+        record.norms, record.synced, record.waiting = batch_norms(pl_module), synced_norms(pl_module), []
+        if pl_module.automatic_optimization:
             record.waiting = without_validation(trainer.lr_scheduler_configs)
         if self.shares is not None:
-            record.whole = DividedNorms(module, self._rows).whole
+            record.whole = DividedNorms(pl_module, self._rows).whole
         trainer.run.saver.in_thread = not self.threads
         self._feed = trainer.run.windows.feed
         self._feed.record_indices()
         record.own_batches = makes_batches(self._feed)
-        self._names = names_of(module)
-        record.local[-1] = self._local(module)
-        record.buffers = {canonical(name) for name, _ in module.named_buffers()}
+        self._names = names_of(pl_module)
+        record.local[-1] = self._local(pl_module)
+        record.buffers = {canonical(name) for name, _ in pl_module.named_buffers()}
         self._compiled = _compiled_frames()
         if self.watched:
-            self._handles = list(watch(module, lambda: self._now, self.traced))
+            self._handles = list(watch(pl_module, lambda: self._now, self.traced))
 
-    def on_train_batch_start(self, trainer: Session, module: TrainModule, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Session, pl_module: TrainModule, batch: object, batch_idx: int) -> None:
         """Record the batch."""
         step = trainer.progress.step
         self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
         if self._at[1] == 0:
-            self.record.attributes[step] = self._describe(module)
+            self.record.attributes[step] = self._describe(pl_module)
         ids = self._feed.next_indices()
         self._now = Micro([whole(value) for value in tensors_of(batch)], ids)
         self._now.watched = Watched() if step in self.watched else None
@@ -313,7 +313,7 @@ class Recorder(Callback):
         return None if ids is None or self.shares is None else rows_of_shares(ids, self.shares.get(self._at, []))
 
     def on_train_batch_end(
-        self, trainer: Session, module: TrainModule, outputs: object, batch: object, batch_idx: int
+        self, trainer: Session, pl_module: TrainModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         """Record the losses."""
         if self._now is not None:
@@ -321,7 +321,7 @@ class Recorder(Callback):
             self._now.note_changes(batch)
         self._now = None
 
-    def on_before_optimizer_step(self, trainer: Session, module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: Session, pl_module: TrainModule, optimizer: Optimizer) -> None:
         """Record the gradients."""
         found = self.record.gradients.setdefault(trainer.progress.step, {})
         for group in optimizer.param_groups:
@@ -330,13 +330,13 @@ class Recorder(Callback):
                 if name is not None and parameter.grad is not None:
                     found[name] = whole(parameter.grad)
 
-    def on_train_step_end(self, trainer: Session, module: TrainModule) -> None:
+    def on_train_step_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Record the weights; save a checkpoint where it is due."""
         step = trainer.progress.step - 1
-        state = {canonical(name): value for name, value in trainer.strategy.module_state(module).items()}
+        state = {canonical(name): value for name, value in trainer.strategy.module_state(pl_module).items()}
         found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
         self.record.weights[step] = found
-        self.record.local[step] = self._local(module)
+        self.record.local[step] = self._local(pl_module)
         if self.saves is not None and self.saves[0] == step:
             trainer.save_checkpoint(self.saves[1])
 
@@ -344,7 +344,7 @@ class Recorder(Callback):
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
         return {canonical(name): whole(value) for name, value in tensors if not isinstance(value, DTensor)}
 
-    def on_train_end(self, trainer: Session, module: TrainModule) -> None:
+    def on_train_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Remove the hooks from modules; note whether anything was compiled."""
         self.record.compiled = _compiled_frames() > self._compiled
         for handle in self._handles:

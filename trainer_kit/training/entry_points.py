@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from contextvars import Token
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, final
@@ -35,7 +36,7 @@ from trainer_kit.core.errors import (
     TrainerKitError,
     add_note,
 )
-from trainer_kit.core.hooks import Callback, DataHooks
+from trainer_kit.core.hooks import RUNNING_MODULE, Callback, DataHooks
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng
@@ -116,6 +117,7 @@ class EntryPoint:
         self._before = trainer.callbacks
         self._not_terminable: Callable[[BaseException | None], None]
         self._switch_back: Callable[[BaseException | None], None]
+        self._outer_module: Token[Any]
 
     def __enter__(self) -> EntryPoint:
         if running := self.trainer.state_verb:
@@ -151,6 +153,7 @@ class EntryPoint:
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
         trainer.status, trainer.last_verb, trainer.restored_from = TrainerStatus.RUNNING, stage, None
+        self._outer_module = RUNNING_MODULE.set(module)
         self._attach()
         trainer.metrics.suspend()  # a checkpoint of the last fit has its values, whatever follows
         trainer.metrics.attach(trainer.strategy, module)
@@ -209,6 +212,7 @@ class EntryPoint:
 
     def _leave(self, error: BaseException | None) -> None:
         trainer = self.trainer
+        RUNNING_MODULE.reset(self._outer_module)
         trainer.state_verb, trainer.evaluation = "", None
         trainer.metrics.leave()
         trainer.metrics.hook = ""

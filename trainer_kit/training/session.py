@@ -7,7 +7,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import same_everywhere
 from trainer_kit.core.configuration_sources import Chosen
+from trainer_kit.core.empty_init import EmptyInit
 from trainer_kit.core.environment import Environment, list_devices
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
@@ -786,9 +787,9 @@ class Session:
         return self.files.data_seed
 
     @property
-    def log_dir(self) -> str | None:
-        """Where the first logger writes; the same on every rank."""
-        return str(self.run_dir) if self.files.loggers else None
+    def log_dir(self) -> str:
+        """Where the first logger writes, or without one `default_root_dir`; the same on every rank."""
+        return str(self.run_dir) if self.files.loggers else self.files.root
 
     @property
     def run_dir(self) -> Path:
@@ -805,8 +806,9 @@ class Session:
         """A context that builds modules on the device and in the dtype of the run; in host memory if it is sharded.
 
         Args:
-            empty_init: True: ranks other than the first make layers without storage, and get their parts of the first
-                rank's values; an error under a strategy that keeps whole weights on every rank.
+            empty_init: True: layers are not initialized, and no random numbers are drawn, for weights that a checkpoint
+                replaces. Where weights are sharded, ranks other than the first make layers without storage, and get
+                their parts of the first rank's values.
 
         Example:
             >>> from trainer_kit import Trainer
@@ -815,16 +817,13 @@ class Session:
             >>> layer.weight.dtype
             torch.bfloat16
         """
-        if empty_init and not self.strategy.values_on_rank_zero:
-            raise ConfigurationError(
-                "init_module initialises only weights that every rank keeps whole",
-                found=f"empty_init=True, {self.strategy.describe()}",
-                fix="leave it out; build layers in configure_model to create them on their device",
-            )
         place = nullcontext() if self.strategy.sharded else self.strategy.device
-        if empty_init and self.global_rank > 0:
+        uninitialized: AbstractContextManager[Any] = nullcontext()
+        if empty_init and not self.strategy.sharded:
+            uninitialized = EmptyInit()
+        elif empty_init and self.strategy.values_on_rank_zero and self.global_rank > 0:
             place = torch.device("meta")
-        with self.precision_plugin.init_context(), place:
+        with self.precision_plugin.init_context(), place, uninitialized:
             yield
 
     def __getstate__(self) -> dict[str, Any]:
@@ -860,7 +859,7 @@ class Session:
     test_loop = Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
     profiler = Elsewhere("it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code")
     scaler = Elsewhere("trainer.precision_plugin.scaler")
-    accelerator = Elsewhere("trainer.strategy.device")
+    lr_schedulers = Elsewhere("trainer.lr_scheduler_configs; config.scheduler is what config['scheduler'] was")
     plugins = Elsewhere("trainer.precision_plugin is the precision")
     enable_validation = Elsewhere("trainer.num_val_batches is empty without validation")
     add_argparse_args = Elsewhere("trainer_kit.cli(Module, DataModule) has an option for every argument")

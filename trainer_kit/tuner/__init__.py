@@ -5,11 +5,14 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, final
 
+from trainer_kit.core.lazy import other_names
 from trainer_kit.training.session import Session
 from trainer_kit.tuner.batch_size import scale_batch_size
 from trainer_kit.tuner.learning_rate import LearningRates, lr_find
 
 __all__ = ["LearningRates", "Tuner", "lr_find", "scale_batch_size"]
+
+__getattr__ = other_names(__name__)
 
 
 @final

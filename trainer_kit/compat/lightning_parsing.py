@@ -1,0 +1,102 @@
+"""Lightning's ``utilities.parsing``: the arguments of constructors, read from their frames."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+from collections.abc import MutableMapping
+from types import FrameType
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+__all__ = ["clean_namespace", "collect_init_args", "get_init_args", "is_picklable", "parse_class_init_keys"]
+
+
+def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
+    """The names of ``self``, ``*args`` and ``**kwargs`` in a constructor; None for one that it lacks.
+
+    Example:
+        >>> class Model:
+        ...     def __init__(self, width, *rest, depth=2, **options): ...
+        >>> parse_class_init_keys(Model)
+        ('self', 'rest', 'options')
+    """
+    parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
+    names = {parameter.kind: parameter.name for parameter in parameters}
+    first = parameters[0].name
+    return first, names.get(inspect.Parameter.VAR_POSITIONAL), names.get(inspect.Parameter.VAR_KEYWORD)
+
+
+def get_init_args(frame: FrameType) -> dict[str, Any]:
+    """The arguments of the constructor that runs in a frame; empty for any other frame.
+
+    Args:
+        frame: of an ``__init__`` that mentions ``super()`` or ``__class__``, such as ``inspect.currentframe()`` there.
+
+    Example:
+        >>> class Model:
+        ...     def __init__(self, width, **options):
+        ...         super().__init__()
+        ...         self.arguments = get_init_args(inspect.currentframe())
+        >>> Model(3, depth=2).arguments
+        {'width': 3, 'depth': 2}
+    """
+    return _arguments(frame)[1]
+
+
+def collect_init_args(
+    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+) -> list[dict[str, Any]]:
+    """The arguments of every constructor in the chain that runs in a frame and its callers.
+
+    Args:
+        frame: of the innermost constructor.
+        path_args: the list to extend, one dict for each constructor; that of the most derived class is last.
+        inside: whether the frame is inside the chain.
+        classes: only constructors of instances of these classes.
+    """
+    current: FrameType | None = frame
+    while current is not None and current.f_back is not None:
+        owner, arguments = _arguments(current)
+        if "__class__" in current.f_locals and (not classes or isinstance(owner, classes)):
+            path_args.append(arguments)
+            inside = True
+        elif inside:
+            break
+        current = current.f_back
+    return path_args
+
+
+def is_picklable(obj: object) -> bool:
+    """Whether an object can be pickled.
+
+    Example:
+        >>> is_picklable([1]), is_picklable(lambda: 1)
+        (True, False)
+    """
+    try:
+        pickle.dumps(obj)
+    except (pickle.PickleError, AttributeError, RuntimeError, TypeError):
+        return False
+    return True
+
+
+def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
+    """Remove the entries that cannot be pickled, with a warning for each."""
+    for name in [name for name, value in hparams.items() if not is_picklable(value)]:
+        rank_zero_warn(f"{name!r} is removed from hparams: it cannot be pickled", stacklevel=5)
+        del hparams[name]
+
+
+def _arguments(frame: FrameType) -> tuple[Any, dict[str, Any]]:
+    values = frame.f_locals
+    if "__class__" not in values or frame.f_code.co_name != "__init__":
+        return None, {}
+    cls = values["__class__"]
+    first, rest, options = parse_class_init_keys(cls)
+    parameters = inspect.signature(cls.__init__).parameters
+    arguments = {name: values[name] for name in parameters if name not in (first, rest, options)}
+    if options is not None:
+        arguments.update(values[options])
+    return values[first], arguments
