@@ -359,7 +359,7 @@ class PreparedLoader:
     def _iterate(self, begin: int | None) -> Iterator[Any]:
         """Iterate over one epoch; leaving the loop early ends the epoch.
 
-        A loader without a length is read one batch ahead, to detect its last batch.
+        A loader whose length is unknown, or only a hint, is read one batch ahead, to detect its last batch.
         """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
@@ -376,7 +376,7 @@ class PreparedLoader:
         self._position = (epoch, start)
         window.reading.append(self)
         window.batches = self
-        known = len(self) if feed.indexed and feed.length is not None else None
+        known = len(self) if feed.exact and feed.length is not None else None
         ahead = known is None and not self._shared
         at, after = start, _NOT_READ
         device = self.device
@@ -424,7 +424,7 @@ class PreparedLoader:
         total, each = feed.samples(at), feed.per_rank_batch_size
         self.total = total
         if total is None or each is None:
-            self._ask(missing, last)
+            self._ask(missing, last, total)
         elif total < each * size:
             if self.even:  # samples that are not repeated come first, in rank order
                 self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
@@ -438,13 +438,19 @@ class PreparedLoader:
         self.asked = True
         self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
 
-    def _ask(self, missing: bool, last: bool) -> None:
+    def _ask(self, missing: bool, last: bool, samples: int | None) -> None:
         if not self.even:  # a process may have no batches left: no exchange, equal weights
             self.weight, self.total = 1.0, float(self.group.size)
             self.nominal = 1.0
         elif last:
             rows = self.group.agree([self.size, 0 if missing else self.size])
-            self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
+            self.total = sum(row[0] for row in rows)
+            rest = sum(row[1] for row in rows) if samples is None else samples
+            self.counts = []
+            for row in rows:  # the last processes have the repeated batches
+                count = int(min(row[1], rest))
+                rest -= count
+                self.counts.append(count)
 
     def _in_turns(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
         """Yield this process's batches of a stream, which is read in turns of one batch per process.
@@ -538,7 +544,7 @@ class PreparedLoader:
     def _batches_of(self, samples: int) -> int:
         """Return the number of batches in an epoch that hold this many samples."""
         size, feed = self.total_batch_size, self.feed
-        if feed.indexed and feed.length is not None:
+        if feed.exact and feed.length is not None:
             last = None if self._shared else feed.samples(len(self) - 1)
             if samples >= (len(self) - 1) * size + (last or size):
                 return len(self)

@@ -312,7 +312,8 @@ class CombinedSource(Source):
         self.rolls = any(source.rolls for source in self.sources)
         self.generators = [generator for source in self.sources for generator in source.generators]
         self.indexed = all(source.indexed for source in self.sources)
-        self.stateful = not place.ordered and (bool(self.generators) or not self.indexed)
+        self.exact = all(source.exact for source in self.sources)
+        self.stateful = not place.ordered and (bool(self.generators) or not self.exact)
         self.counts = [one for source in self.sources for one in source.counts]
         self.workers = [number for source in self.sources for number in source.workers]
         self._spots: list[Spot] = []
@@ -361,7 +362,8 @@ class CombinedSource(Source):
         )
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
-        lengths = [source.length for source in self.sources]
+        # A length that is only a hint gives no position.
+        lengths = [source.length if source.exact else None for source in self.sources]
         spots = (
             spots_at(self.combined.mode, lengths, start) if state is None else [Spot(*leaf["spot"]) for leaf in state]
         )

@@ -245,7 +245,8 @@ class Feed:
     Attributes:
         loader_state: the position in the loader, for a checkpoint.
         per_rank_batch_size: samples per micro-batch on this rank, except in the last one; None if unknown.
-        indexed: whether a batch is found without reading the batches before it; then a `length` is exact.
+        indexed: whether a batch is found without reading the batches before it.
+        exact: whether an epoch has exactly `length` batches; else `length` is a hint, as the user's code computes it.
         stateful: whether the loader's own state is read after each batch (torchdata's ``state_dict`` protocol).
         once: whether the loader can be read only once, over all epochs.
         stride: the part of a loader's order that a global micro-batch covers: (unit, number), one for each loader.
@@ -301,6 +302,7 @@ class Feed:
         self.loader_state = LoaderState(self._source, size)
         self.per_rank_batch_size = self._source.per_rank_batch_size
         self.indexed = self._source.indexed
+        self.exact = self._source.exact
         self.stateful = self._source.stateful
         self.once = self._source.once
         self.stride = self._source.stride

@@ -109,6 +109,7 @@ class Source(ABC):
 
     per_rank_batch_size: int | None = None
     indexed = False
+    exact = False
     once = False
     stateful = False
     """Whether `state` changes with each batch, and `epoch` can start from it."""

@@ -48,6 +48,7 @@ class ListSource(Source):
     """A sequence of batches: rank r takes those with index r, r + size, ..., and reads no other."""
 
     indexed = True
+    exact = True
 
     def __init__(self, batches: Sequence[Any], place: Place) -> None:
         refuse_batch_size(batches, place)
@@ -120,6 +121,7 @@ class IndexedSource(Source):
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
         self._drawn = one_for_one(loader) and (not isinstance(self.split, BatchTurns) or self.split.sized)
+        self.exact = one_for_one(loader) and _counts_exactly(self.order)
         self._sizes = BatchSizes()  # for a loader that makes its own batches
         self.counts = [self._sizes]
 
@@ -258,6 +260,13 @@ def _restoring(batches: Iterator[Any]) -> Iterator[Any]:
         if batch is EMPTY:
             return
         yield batch
+
+
+def _counts_exactly(order: Any) -> bool:
+    """Whether the length of a sampler or batch sampler is the number of its items: torch's own are known to be so."""
+    if type(order) is BatchSampler:
+        return _counts_exactly(order.sampler)
+    return isinstance(order, Sequence) or type(order).__module__.startswith(("torch.utils.data.", "trainer_kit."))
 
 
 def _own_batches(loader: DataLoader[Any]) -> bool:

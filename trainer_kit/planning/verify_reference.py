@@ -25,7 +25,7 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.signatures import takes
 from trainer_kit.core.tensors import tensors_of
-from trainer_kit.data import EMPTY, CombinedLoader, Feed, read_together
+from trainer_kit.data import EMPTY, CombinedLoader, EpochLength, Feed, read_together
 from trainer_kit.planning.verify_compare import same_bits
 from trainer_kit.planning.verify_manual import PlainOptimizer, Turns, add_gradients, copied
 from trainer_kit.planning.verify_norms import canonical, join_norms, joined
@@ -640,13 +640,13 @@ def plain_loop(
         ConfigurationError: an optimizer computes the loss several times, or steps by hand do not exchange gradients.
     """
     window = trainer.accumulation
-    feeds, limit = feeds_of(trainer, loaders, division)
-    trainer.num_training_batches = math.inf if limit is None else limit
+    feeds, length = feeds_of(trainer, loaders, division)
+    trainer.num_training_batches = math.inf if length.expected is None else length.expected
     plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
-    return plain.run(feeds, limit, window)
+    return plain.run(feeds, length.limit, window)
 
 
-def feeds_of(trainer: Session, loaders: Any, division: Division) -> tuple[list[Feed], int | None]:
+def feeds_of(trainer: Session, loaders: Any, division: Division) -> tuple[list[Feed], EpochLength]:
     """The data of each place, and the micro-batches of an epoch."""
     each = [loaders, *(_own(loaders) for _ in range(division.places - 1))]
     made = [

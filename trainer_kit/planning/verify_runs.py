@@ -269,7 +269,7 @@ class Runs:
             trainer, window = own.trainer, own.trainer.accumulation
             trainer.settings = replace(trainer.settings, reproducible=True)
             loaders = find_loaders("fit", own.loaders, own.module, own.datamodule)
-            feeds, limit = feeds_of(trainer, loaders, division)
+            feeds, length = feeds_of(trainer, loaders, division)
             size, many = feeds[0].per_rank_batch_size, 1
             if makes_batches(feeds[0]):
                 many = division.places
@@ -278,7 +278,7 @@ class Runs:
                 trainer.settings = replace(trainer.settings, global_batch_size=whole)
             alone, _ = feeds_of(trainer, loaders, replace(division, places=1))
             record = Record()
-            record.plan = _read(alone[0], self.steps * window * many, limit and limit * many)
+            record.plan = _read(alone[0], self.steps * window * many, length.limit and length.limit * many)
             torch.save(record, directory / "0")
 
         return self._records(one, 1, directory)[0].plan
