@@ -319,6 +319,14 @@ class CombinedSource(Source):
         self._spots: list[Spot] = []
         self._states: list[Any] = []
 
+    @property
+    def alone(self) -> list[Any]:
+        return [source.alone for source in self.sources]
+
+    def leave_alone(self, alone: Any) -> None:
+        for source, value in zip(self.sources, alone or [False] * len(self.sources), strict=False):
+            source.leave_alone(value)
+
     def close(self) -> None:
         for source in self.sources:
             source.close()
@@ -350,9 +358,6 @@ class CombinedSource(Source):
             for source, spot in zip(self.sources, self._spots, strict=True)
         ]
 
-    def first_state(self) -> Any:
-        return [source.first_state() for source in self.sources]
-
     def resharded(self, state: Any, further: int) -> Any:
         raise CheckpointError(
             "loaders",
@@ -378,7 +383,10 @@ class CombinedSource(Source):
             # Each pass of a leaf within a pass of the whole has a different order.
             opened = partial(_open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state)
             noted = partial(self._noted, i, opened) if self.stateful else opened
-            leaves.append(Leaf(lengths[i], noted, opened))
+            leaf = Leaf(lengths[i], noted, opened)
+            # Ranks compare the first batches at one time, also of a loader that they reach at different times.
+            early = self.combined.mode == "sequential" and self.sources[i].alone is None and not start
+            leaves.append(_opened_early(leaf) if early else leaf)
         return combine(self.combined.mode, leaves, self._join, start, spots)
 
     def _join(self, parts: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
@@ -390,11 +398,20 @@ class CombinedSource(Source):
         return self.combined.join(batches), first[1]
 
     def _noted(self, leaf: int, opened: Callable[[int, int], Iterator[Any]], turn: int, batch: int) -> Iterator[Any]:
-        for part in opened(turn, batch):
+        return self._read(leaf, opened(turn, batch), turn, batch)  # opened now: ranks may compare its first batch
+
+    def _read(self, leaf: int, parts: Iterator[Any], turn: int, batch: int) -> Iterator[Any]:
+        for part in parts:
             batch += 1
             self._spots[leaf] = Spot(turn, batch, False)
             yield part
         self._spots[leaf] = Spot(turn, batch, True)
+
+
+def _opened_early(leaf: Leaf) -> Leaf:
+    """Open the first pass of a loader now."""
+    first = [leaf.open(0, 0)]
+    return leaf._replace(open=lambda turn, start: first.pop() if first else leaf.open(turn, start))
 
 
 def _reads(spot: Spot) -> bool:

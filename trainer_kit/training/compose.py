@@ -180,8 +180,7 @@ def compose_evaluation(
 def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
-    feed, length = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
-    length = agreed_length(length, strategy.data)
+    feed, length = _training_feed(trainer, loaders)
     _report_length(trainer, feed, length)
     _check_tokens(settings, module)
     manual = _is_manual(trainer, module)
@@ -238,6 +237,13 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         micro.remember(stepper.draws)
     run.guard = _guard(trainer, run, datamodule)
     return run
+
+
+def _training_feed(trainer: Session, loaders: Any) -> tuple[Feed, EpochLength]:
+    data = trainer.strategy.data
+    seed, window = trainer.data_seed, trainer.accumulation
+    feed, length = training_feed(loaders, trainer.settings, data, seed, window, data.agree)
+    return feed, agreed_length(length, data)
 
 
 def _forward_backward(
@@ -400,8 +406,7 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
 def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     settings, strategy, windows = trainer.settings, trainer.strategy, run.windows
     trainer.forget_loaders()
-    feed, length = training_feed(trainer.load_train(), settings, strategy.data, trainer.data_seed, trainer.accumulation)
-    length = agreed_length(length, strategy.data)
+    feed, length = _training_feed(trainer, trainer.load_train())
     if trainer.metrics.feed is not None:
         trainer.metrics.feed = feed
     windows.feed.close()

@@ -549,7 +549,7 @@ def _dry_run(trainer: Session, run: Fit) -> None:
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
-    state["loaders"] = run.windows.feed.first_state()
+    run.windows.feed.loader_state.check_first(lambda first: encode({"loaders": first}, {}, copy=False))
     if run.strategy.sharded:
         encode(state, {}, copy=False, sharded=True)
     else:  # rank 0 writes; an engine that gathers its state has it only there

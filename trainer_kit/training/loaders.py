@@ -37,7 +37,14 @@ def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
     return None
 
 
-def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, window: int) -> tuple[Feed, EpochLength]:
+def training_feed(
+    loaders: Any,
+    settings: Settings,
+    group: Group,
+    seed: int,
+    window: int,
+    agree: Callable[[list[float]], list[list[float]]] | None = None,
+) -> tuple[Feed, EpochLength]:
     """This rank's share of the training data, and how many micro-batches of it make an epoch.
 
     Args:
@@ -46,6 +53,7 @@ def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, win
         group: the data ranks.
         seed: the seed of the data order.
         window: micro-batches per optimizer step, to divide a global batch size.
+        agree: see `Feed`; None where the data are not read by all ranks.
     """
     batch_size = None
     if settings.global_batch_size is not None:
@@ -67,6 +75,7 @@ def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, win
         shard=settings.shard,
         batch_size=batch_size,
         reproducible=settings.reproducible,
+        agree=agree,
     )
     name = "overfit_batches" if settings.overfit else "limit_train_batches"
     return feed, epoch_length(feed.length, feed.exact, settings.train_limit(), name)
@@ -90,6 +99,7 @@ def evaluation_feeds(
             shard=settings.shard,
             reproducible=settings.reproducible,
             ordered=True,
+            agree=group.agree,
         )
         for loader in several
     ]
