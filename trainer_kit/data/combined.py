@@ -346,6 +346,10 @@ class CombinedSource(Source):
             return parts
         return [(f"{unit} of a {self.combined.mode}", number) for unit, number in parts]
 
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        return [fact for source in self.sources for fact in source.facts]
+
     def describe(self) -> str:
         mode = self.combined.mode
         return f"{mode} ({MODES[mode]}) of: " + "; ".join(source.describe() for source in self.sources)

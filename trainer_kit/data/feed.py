@@ -340,6 +340,11 @@ class Feed:
         return self._source.length
 
     @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What decides the order of the data, as plain data for a checkpoint: one for each loader."""
+        return self._source.facts
+
+    @property
     def even(self) -> bool:
         """Whether it is known in advance that all ranks get the same number of batches (`EMPTY` counts)."""
         return self._source.even

@@ -141,6 +141,11 @@ class Source(ABC):
         """The reason why the numbers of samples may be wrong; None if they are certain, or nothing was read yet."""
         return next((one.doubt for one in self.counts if one.doubt is not None), None)
 
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What decides the order of the data, as plain data: one for each loader. Default: nothing is known."""
+        return [{}]
+
     @abstractmethod
     def describe(self) -> str: ...
     @abstractmethod

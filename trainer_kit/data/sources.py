@@ -87,6 +87,10 @@ class ListSource(Source):
     def stride(self) -> list[tuple[str, int]]:
         return [("batches", self.size)]
 
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        return [{"size": len(self.batches), "unit": "batches", "order": kind_of(self.batches)}]
+
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         set_epoch(epoch, self.batches)
         if self.size == 1 and not start:
@@ -190,6 +194,10 @@ class IndexedSource(Source):
     def stride(self) -> list[tuple[str, int]]:
         size = self.place.part[1]
         return [("batches", size)] if self.own_batches else [("samples", size * (self.per_rank_batch_size or 1))]
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        return [{"size": length_of(self.given.dataset), "unit": "samples", "order": kind_of(self.order)}]
 
     def state(self) -> Any:
         return {"generators": self._began} if self.generators else None
@@ -437,6 +445,14 @@ class StreamSource(Source):
         each = self.per_rank_batch_size
         size = self.place.part[1]  # of all ranks together
         return [("batches", size)] if each is None else [("samples", size * each)]
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        if not isinstance(self.given, DataLoader):
+            return [{"size": length_of(self.given), "unit": "batches", "order": kind_of(self.given)}]
+        data = self.given.dataset
+        workers = self.given.num_workers
+        return [{"size": length_of(data), "unit": "samples", "order": kind_of(data), "workers": workers}]
 
     def state(self) -> Any:
         if not self.stateful:
