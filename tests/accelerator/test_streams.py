@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
 
 import trainer_kit as tk
-from trainer_kit.accelerator.loader import evened
+from trainer_kit.accelerator.uneven_batches import evened
 from trainer_kit.core.errors import RankError
 
 pytestmark = pytest.mark.world_size(2)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from trainer_kit import Duration, Progress
+from trainer_kit.data import EpochLength
 from trainer_kit.step.schedule import Schedule
 
 
-def schedule(**given):
+def schedule(batches=10, **given):
     defaults = {
-        "batches": 10,
+        "length": EpochLength(expected=batches, limit=None, certain=batches is not None),
         "max_epochs": None,
         "max_steps": None,
         "max_duration": None,

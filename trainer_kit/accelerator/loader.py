@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
-from itertools import cycle, islice
-from typing import Any, Final, final
+from itertools import chain, cycle, islice
+from typing import Any, final
 
 import torch
-from torch import Tensor
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.uneven_batches import Turn, evened, filled
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.protocols import Group
-from trainer_kit.core.tensors import move_to_device, sequence_like
+from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
+from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
+from trainer_kit.data.division import check_division, divide_by_itself, fingerprint
 from trainer_kit.data.order import SampleBlocks, derive_seed, drawn
 
 __all__ = [
@@ -27,8 +30,6 @@ __all__ = [
     "LaterLoader",
     "PreparedLoader",
     "SeedableRandomSampler",
-    "Turn",
-    "evened",
     "prepare_loader",
     "skip_first_batches",
 ]
@@ -204,12 +205,6 @@ class IterableDatasetShard(IterableDataset[Any]):
 
 _END: Any = object()
 _NOT_READ: Any = object()
-_PLAIN: Final = (str, bytes, int, float, type(None))
-_NESTED: Final = (Tensor, Mapping, list, tuple)
-_REFUSED: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)  # raised for batches that cannot be cut
-
-Turn = list[tuple[Any, int]]
-"""One batch per process, each with its number of samples."""
 
 
 @final
@@ -281,9 +276,12 @@ class PreparedLoader:
         self.end_of_dataloader = False
         self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of the current iteration
         self._resume: tuple[int, int] | None = None
-        self.batches_read = 0
+        self.batches_read = 0  # batches yielded in all epochs
+        # Whether the loader divides the data by itself, so that each process reads all of its own batches.
+        self._alone = group.size > 1 and not self.feed.indexed and divide_by_itself(loader) is not None
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
-        self._shared = dispatch is not None or (group.size > 1 and not self.feed.indexed)
+        self._shared = not self._alone and (dispatch is not None or (group.size > 1 and not self.feed.indexed))
+        self._compares = False
         self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
         self._drop_last = bool(getattr(loader, "drop_last", False))
 
@@ -368,7 +366,7 @@ class PreparedLoader:
     def _iterate(self, begin: int | None) -> Iterator[Any]:
         """Iterate over one epoch; leaving the loop early ends the epoch.
 
-        A loader without a length is read one batch ahead, to detect its last batch.
+        A loader whose length is unknown, or only a hint, is read one batch ahead, to detect its last batch.
         """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
@@ -379,14 +377,14 @@ class PreparedLoader:
             # A feed reads one epoch at a time: make another while one is being read, or was abandoned.
             self.feed = self._make_feed(self.even, self.seed)
         feed = self.feed
-        source: Iterator[Any]
-        source = self._in_turns(feed, epoch, start) if self._shared else feed.sized_epoch(epoch, start)
+        source = self._open(feed, epoch, start)
+        together = self._shared or (self._alone and self.even)
         self.iteration, self.end_of_dataloader = epoch + 1, False
         self._position = (epoch, start)
         window.reading.append(self)
         window.batches = self
-        known = len(self) if feed.indexed and feed.length is not None else None
-        ahead = known is None and not self._shared
+        known = len(self) if feed.exact and feed.length is not None else None
+        ahead = known is None and not together
         at, after = start, _NOT_READ
         device = self.device
         if device is not None and device.type == "cpu" and not torch.accelerator.is_available():
@@ -427,13 +425,13 @@ class PreparedLoader:
         self.weight = self.total = mine
         if size == 1 and not self._shared:
             return
-        if self._shared:
+        if self._shared or (self._alone and self.even):
             self.total, self.counts, self.end_of_dataloader = self._turn
             return
         total, each = feed.samples(at), feed.per_rank_batch_size
         self.total = total
         if total is None or each is None:
-            self._ask(missing, last)
+            self._ask(missing, last, total)
         elif total < each * size:
             if self.even:  # samples that are not repeated come first, in rank order
                 self.counts = [min(each, max(0, total - rank * each)) for rank in range(size)]
@@ -447,22 +445,102 @@ class PreparedLoader:
         self.asked = True
         self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
 
-    def _ask(self, missing: bool, last: bool) -> None:
+    def _ask(self, missing: bool, last: bool, samples: int | None) -> None:
         if not self.even:  # a process may have no batches left: no exchange, equal weights
             self.weight, self.total = 1.0, float(self.group.size)
             self.nominal = 1.0
         elif last:
             rows = self.group.agree([self.size, 0 if missing else self.size])
-            self.total, self.counts = sum(row[0] for row in rows), [int(row[1]) for row in rows]
+            self.total = sum(row[0] for row in rows)
+            rest = sum(row[1] for row in rows) if samples is None else samples
+            self.counts = []
+            for row in rows:  # the last processes have the repeated batches
+                count = int(min(row[1], rest))
+                rest -= count
+                self.counts.append(count)
 
-    def _in_turns(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
+    def compare_first(self) -> None:
+        """In the next iteration, compare the first batches of the processes: see `Feed`, ``agree``."""
+        self._compares = self._shared
+
+    def _open(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
+        reads = self.dispatch is None or self.dispatch.rank == 0 or self._compares
+        source = feed.sized_epoch(epoch, start * (self.group.size if self._shared else 1)) if reads else iter(())
+        if self._compares:
+            source = self._compared(source)
+        if self._shared:
+            return self._in_turns(feed, source)
+        return self._in_step(source) if self._alone and self.even else source
+
+    def _compared(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Find out whether the loader divides the data by itself, and return all of its batches.
+
+        The other processes read their first batch with the generators of the first one. An error there says that only
+        the first one can read.
+        """
+        self._compares = False
+        everyone = self.dispatch or self.group
+        state = everyone.broadcast(rng_state())
+        first: list[Any] = []
+        readable = True
+        problem: Exception | None = None
+        try:
+            if everyone.rank == 0:
+                first = list(islice(source, 1))
+            else:
+                with preserved_rng():
+                    restore_rng(state)
+                    first = list(islice(source, 1))
+        except Exception as error:  # of any class: user code reads the data
+            problem, readable = error, False
+        rows = everyone.agree([fingerprint(first), readable])
+        readers = [row[0] for row in rows if row[1]]
+        if len(readers) == len(rows) and len(set(readers)) > 1:
+            self._alone, self._shared, self.dispatch = True, False, None
+            if everyone.rank == 0:
+                warnings.warn(
+                    f"the first batch of this {type(self.dataloader).__name__} differs from process to process: it is"
+                    " taken to divide the data by itself, and every process reads all of its batches."
+                    " DataLoaderConfiguration(dispatch_batches=True) reads it on the main process only",
+                    stacklevel=2,
+                )
+        if problem is not None and everyone.rank == 0:
+            return _raising(problem)
+        return chain(first, source)
+
+    def _in_step(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of data that divide themselves, equally many on every process.
+
+        A process that has no more batches repeats its last one, of which no sample counts.
+        """
+        group = self.group
+        pair, after = MISSING, next(source, _END)
+        rows = group.agree([after is not _END])
+        if not any(row[0] for row in rows):
+            return
+        if not all(row[0] for row in rows):  # a process without any batch gets another one's
+            reader = [bool(row[0]) for row in rows].index(True)
+            lent = group.broadcast(after if group.rank == reader else None, reader)
+            pair = lent if after is _END else pair
+        more = True
+        while more:
+            count = 0
+            if after is not _END:
+                pair, count = after, after[1]
+                after = next(source, _END)
+            rows = group.agree([count, after is not _END, pair[1]])
+            counts = [int(row[0]) for row in rows]
+            longest = int(max(row[2] for row in rows))
+            more = any(row[1] for row in rows)
+            self._turn = longest * group.size, None if min(counts) == longest else counts, not more
+            yield filled(pair, longest)
+
+    def _in_turns(self, feed: Feed, source: Iterator[Any]) -> Iterator[Any]:
         """Yield this process's batches of a stream, which is read in turns of one batch per process.
 
         If the main process reads for all, an error of its reader is raised on every process.
         """
         rank, processes = self.group.rank, self.group.size
-        reads = self.dispatch is None or self.dispatch.rank == 0
-        source = feed.sized_epoch(epoch, start * processes) if reads else iter(())
 
         def read() -> Turn:
             turn = list(islice(source, processes))
@@ -491,7 +569,7 @@ class PreparedLoader:
         begun = epoch if inside or feed.once else None
         state = feed.loader_state.state_dict(begun, batch * each, self.batches_read * each)
         place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self.batches_read}
-        return {**place, "seed": self.seed, "track": state}
+        return {**place, "seed": self.seed, "track": state, "alone": None if self._compares else self._alone}
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue the next iteration at the position of the states, in the same order.
@@ -502,6 +580,18 @@ class PreparedLoader:
         Raises:
             CheckpointError: with the current batch size no batch ends at the saved position.
         """
+        alone = states[0].get("alone", False)  # older checkpoints: every stream was divided here
+        if self._compares and alone is not None:
+            self._compares = False
+            if alone:
+                self._alone, self._shared, self.dispatch = True, False, None
+        if self._alone and len(states) != self.group.size and int(states[0]["batch"]):
+            raise CheckpointError(
+                "loaders",
+                None,
+                "the loader divides the data itself, and its position is known only for the processes that saved",
+                fix="resume with the same number of processes, or from the end of an epoch",
+            )
         epoch, batch, samples = (int(states[0][key]) for key in ("epoch", "batch", "samples"))
         if samples != batch * self.total_batch_size:
             batch = self._batches_of(samples)
@@ -548,7 +638,7 @@ class PreparedLoader:
     def _batches_of(self, samples: int) -> int:
         """Return the number of batches in an epoch that hold this many samples."""
         size, feed = self.total_batch_size, self.feed
-        if feed.indexed and feed.length is not None:
+        if feed.exact and feed.length is not None:
             last = None if self._shared else feed.samples(len(self) - 1)
             if samples >= (len(self) - 1) * size + (last or size):
                 return len(self)
@@ -561,6 +651,12 @@ class PreparedLoader:
                 fix="resume with as many processes and batches of the same size, or with a size that divides them",
             )
         return batches
+
+
+def _raising(error: Exception) -> Iterator[Any]:
+    """An iterator that raises an error, where the processes expect one of the reader."""
+    raise error
+    yield
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -695,11 +791,20 @@ def prepare_loader(
         batch_size, source = _split_loader(loader, group.size)
     stream = not Feed(source, seed=seed).indexed
     asked = config.dispatch_batches
+    division = divide_by_itself(loader) if stream and group.size > 1 else None
+    if division is not None:
+        check_division(division, group.rank, group.size)
+        if asked:
+            raise ConfigurationError(
+                "dispatch_batches=True reads on the main process only, and this loader gives it only its own part",
+                found=f"a {type(division.part).__name__} that divides the data for {division.ranks} processes",
+                fix="leave dispatch_batches out, or do not let the loader divide the data",
+            )
     # A stream shuffled during reading has a different order on each process, unless one process reads for all.
-    dispatch = world.size > 1 and (stream if asked is None else asked)
+    dispatch = world.size > 1 and division is None and (stream if asked is None else asked)
     rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
 
-    return PreparedLoader(
+    prepared = PreparedLoader(
         loader,
         partial(_make_feed, source, rank, size, batch_size),  # can be pickled, unlike a closure
         group,
@@ -713,6 +818,9 @@ def prepare_loader(
         end=end,
         before_epoch=before_epoch,
     )
+    if stream and not asked:
+        prepared.compare_first()
+    return prepared
 
 
 def _split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
@@ -790,64 +898,3 @@ class _BatchParts(BatchSampler):
 def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:
     pad = even and size > 1
     return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
-
-
-def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
-    """Divide the samples of a short turn into equal parts, filled up from its beginning.
-
-    The padding does not depend on where reading began, so a resumed epoch ends like an uninterrupted one.
-    Batches that cannot be concatenated (padded to different lengths) are filled up separately, from their own samples.
-    Batches that cannot be cut stay unchanged, and a process without one gets a copy of another process's batch.
-
-    Args:
-        turn: at least one batch, at most one per process.
-        processes: the number of parts.
-        columns: a list in a batch has one entry per field of a sample, as from torch's default ``collate_fn``.
-
-    Returns:
-        The parts; and for each part the number of samples that are not repeated.
-
-    Example:
-        >>> evened([(torch.tensor([1, 2]), 2), (torch.tensor([3]), 1)], 2, True)
-        ([(tensor([1, 2]), 2), (tensor([3, 1]), 2)], [2, 1])
-    """
-    batches, sizes = [batch for batch, _ in turn], [size for _, size in turn]
-    total = sum(sizes)
-    each = -(-total // processes)
-    rows = [row % total for row in range(each * processes)] if total else []
-    try:
-        made = [_taken(batches, sizes, rows[at : at + each], columns) for at in range(0, each * processes, each or 1)]
-        if len(made) == processes:
-            return [(part, each) for part in made], [min(each, max(0, total - r * each)) for r in range(processes)]
-    except _REFUSED:
-        pass
-    longest, parts = max(sizes), turn
-    try:
-        parts = [
-            (_taken([batch], [size], [row % size for row in range(longest)], columns), longest) for batch, size in turn
-        ]
-    except (*_REFUSED, ZeroDivisionError):
-        pass
-    return [parts[i % len(parts)] for i in range(processes)], sizes + [0] * (processes - len(sizes))
-
-
-def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool) -> Any:
-    """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
-    one = parts[0]
-    if isinstance(one, Tensor) and all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
-        return torch.cat(list(parts))[list(rows)]
-    if isinstance(one, Mapping):
-        return type(one)({key: _taken([part[key] for part in parts], sizes, rows, columns) for key in one})  # type: ignore[call-arg]
-    if isinstance(one, (list, tuple)):
-        lengths = [len(part) for part in parts]
-        if lengths == list(sizes) and not any(isinstance(item, _NESTED) for part in parts for item in part):
-            items = [item for part in parts for item in part]
-            return type(one)([items[row] for row in rows])
-        if len(set(lengths)) > 1 or (lengths == list(sizes) and not columns):
-            raise TypeError("a list of samples, or of fields")
-        made = [_taken(column, sizes, rows, columns) for column in zip(*parts, strict=True)]
-        return sequence_like(one, made)
-    scalar = isinstance(one, Tensor) and not one.ndim
-    if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):
-        return one  # not a value per sample
-    raise TypeError(f"a {type(one).__name__} that has no entry for each sample, or differs from batch to batch")

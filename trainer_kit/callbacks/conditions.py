@@ -163,4 +163,4 @@ def epoch_ends_here(trainer: TrainerLike) -> bool:
 
     An epoch of unknown length answers False.
     """
-    return trainer.progress.epoch_batch >= trainer.num_training_batches
+    return trainer.progress.epoch_batch == trainer.num_training_batches  # beyond it, the length was only a hint

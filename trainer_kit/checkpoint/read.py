@@ -60,7 +60,7 @@ _NAMED: Final = 4
 
 OF_A_RUN: Final = frozenset(
     (
-        *("buffers", "callbacks", "configuration", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
+        *("buffers", "callbacks", "configuration", "data", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
         *("inside_step", "loaders", "loggers", "lr_schedulers", "metrics", "optimizer_states", "owes_validation"),
         *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
         *("averaging_state", "current_model_state"),  # of callbacks that average weights

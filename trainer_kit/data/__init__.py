@@ -3,7 +3,7 @@
 from trainer_kit.data.combined import MODES, CombinedLoader, is_tree, read_together
 from trainer_kit.data.feed import Ahead, Feed
 from trainer_kit.data.order import EMPTY, MISSING
-from trainer_kit.data.sizes import limit_batches
+from trainer_kit.data.sizes import EpochLength, epoch_length, limit_batches
 
 __all__ = [
     "EMPTY",
@@ -11,7 +11,9 @@ __all__ = [
     "MODES",
     "Ahead",
     "CombinedLoader",
+    "EpochLength",
     "Feed",
+    "epoch_length",
     "is_tree",
     "limit_batches",
     "read_together",

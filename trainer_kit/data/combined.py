@@ -312,11 +312,20 @@ class CombinedSource(Source):
         self.rolls = any(source.rolls for source in self.sources)
         self.generators = [generator for source in self.sources for generator in source.generators]
         self.indexed = all(source.indexed for source in self.sources)
-        self.stateful = not place.ordered and (bool(self.generators) or not self.indexed)
+        self.exact = all(source.exact for source in self.sources)
+        self.stateful = not place.ordered and (bool(self.generators) or not self.exact)
         self.counts = [one for source in self.sources for one in source.counts]
         self.workers = [number for source in self.sources for number in source.workers]
         self._spots: list[Spot] = []
         self._states: list[Any] = []
+
+    @property
+    def alone(self) -> list[Any]:
+        return [source.alone for source in self.sources]
+
+    def leave_alone(self, alone: Any) -> None:
+        for source, value in zip(self.sources, alone or [False] * len(self.sources), strict=False):
+            source.leave_alone(value)
 
     def close(self) -> None:
         for source in self.sources:
@@ -337,6 +346,10 @@ class CombinedSource(Source):
             return parts
         return [(f"{unit} of a {self.combined.mode}", number) for unit, number in parts]
 
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        return [fact for source in self.sources for fact in source.facts]
+
     def describe(self) -> str:
         mode = self.combined.mode
         return f"{mode} ({MODES[mode]}) of: " + "; ".join(source.describe() for source in self.sources)
@@ -349,9 +362,6 @@ class CombinedSource(Source):
             for source, spot in zip(self.sources, self._spots, strict=True)
         ]
 
-    def first_state(self) -> Any:
-        return [source.first_state() for source in self.sources]
-
     def resharded(self, state: Any, further: int) -> Any:
         raise CheckpointError(
             "loaders",
@@ -361,7 +371,8 @@ class CombinedSource(Source):
         )
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
-        lengths = [source.length for source in self.sources]
+        # A length that is only a hint gives no position.
+        lengths = [source.length if source.exact else None for source in self.sources]
         spots = (
             spots_at(self.combined.mode, lengths, start) if state is None else [Spot(*leaf["spot"]) for leaf in state]
         )
@@ -376,7 +387,10 @@ class CombinedSource(Source):
             # Each pass of a leaf within a pass of the whole has a different order.
             opened = partial(_open, self.sources[i], epoch, _PASSES * turn, spot, leaf_state)
             noted = partial(self._noted, i, opened) if self.stateful else opened
-            leaves.append(Leaf(lengths[i], noted, opened))
+            leaf = Leaf(lengths[i], noted, opened)
+            # Ranks compare the first batches at one time, also of a loader that they reach at different times.
+            early = self.combined.mode == "sequential" and self.sources[i].alone is None and not start
+            leaves.append(_opened_early(leaf) if early else leaf)
         return combine(self.combined.mode, leaves, self._join, start, spots)
 
     def _join(self, parts: Sequence[tuple[Any, int] | None]) -> tuple[Any, int]:
@@ -388,11 +402,20 @@ class CombinedSource(Source):
         return self.combined.join(batches), first[1]
 
     def _noted(self, leaf: int, opened: Callable[[int, int], Iterator[Any]], turn: int, batch: int) -> Iterator[Any]:
-        for part in opened(turn, batch):
+        return self._read(leaf, opened(turn, batch), turn, batch)  # opened now: ranks may compare its first batch
+
+    def _read(self, leaf: int, parts: Iterator[Any], turn: int, batch: int) -> Iterator[Any]:
+        for part in parts:
             batch += 1
             self._spots[leaf] = Spot(turn, batch, False)
             yield part
         self._spots[leaf] = Spot(turn, batch, True)
+
+
+def _opened_early(leaf: Leaf) -> Leaf:
+    """Open the first pass of a loader now."""
+    first = [leaf.open(0, 0)]
+    return leaf._replace(open=lambda turn, start: first.pop() if first else leaf.open(turn, start))
 
 
 def _reads(spot: Spot) -> bool:

@@ -54,7 +54,15 @@ class LoaderState:
         self._opened: tuple[int, int] | None = None
         self._before: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
+        self._check: Callable[[Any], Any] | None = None
         self._kind = [kind_of(source), len(source.workers), *(unit for unit, _ in source.stride)]
+
+    def check_first(self, check: Callable[[Any], Any]) -> None:
+        """Call ``check`` with the first state, once the first batch was read.
+
+        A state is never asked for before: a loader may not accept one after it was asked.
+        """
+        self._check = check
 
     def reopen(self) -> None:
         """Read from the position that `load_state_dict` is given next, as in a new process."""
@@ -96,6 +104,9 @@ class LoaderState:
             at += 1
             if batch is not MISSING:  # the loader may have ended: keep the state before its end
                 states[at] = state()
+                if self._check is not None:
+                    check, self._check = self._check, None
+                    check(states[at])
             self._at = at
             yield batch
         self._ended = True
@@ -151,6 +162,7 @@ class LoaderState:
             "divided": False,
             "kind": self._kind,
             "workers": list(self._source.workers),
+            "alone": self._source.alone,
         }
 
     def load_state_dict(self, ranks: Sequence[Mapping[str, Any] | None], rank: int) -> None:
@@ -163,7 +175,10 @@ class LoaderState:
         Raises:
             CheckpointError: the loader cannot continue from that state.
         """
-        saved = ranks[rank] if len(ranks) == self._size else self._resharded(ranks[-1], len(ranks))
+        last = ranks[-1]
+        if last is not None and list(last["kind"]) == self._kind:
+            self._source.leave_alone(last.get("alone", False))  # older checkpoints: every stream was divided here
+        saved = ranks[rank] if len(ranks) == self._size else self._resharded(last, len(ranks))
         if saved is None or list(saved["kind"]) != self._kind:
             return  # the state of another kind of loader: only the position is used
         then, now = list(saved["workers"]), list(self._source.workers)
@@ -178,6 +193,13 @@ class LoaderState:
 
     def _resharded(self, last: Mapping[str, Any] | None, ranks: int) -> dict[str, Any] | None:
         """Return the state for another number of ranks: that of the last rank, which has read the furthest."""
+        if last is not None and last.get("alone") is True and last["batch"]:
+            raise CheckpointError(
+                "loaders",
+                None,
+                "the loader divides the data among the ranks itself, and its position is known only for their number",
+                fix="resume with the same number of ranks, or from the end of an epoch",
+            )
         if last is None or not self._source.stateful:
             return None if last is None else dict(last)
         saved = dict(last)
@@ -241,18 +263,19 @@ class Feed:
             every sample exactly once.
         pad: fill the last global micro-batch from the start of the epoch's order, so that all ranks have the same
             number of samples; only for samples that are found by index.
+        agree: ``agree(numbers)`` gathers a few numbers of every rank. With it, the first batches of a stream whose
+            attributes do not tell are compared: if they differ, it divides the data by itself, and is left alone.
 
     Attributes:
         loader_state: the position in the loader, for a checkpoint.
         per_rank_batch_size: samples per micro-batch on this rank, except in the last one; None if unknown.
-        indexed: whether a batch is found without reading the batches before it; then a `length` is exact.
+        indexed: whether a batch is found without reading the batches before it.
+        exact: whether an epoch has exactly `length` batches; else `length` is a hint, as the user's code computes it.
         stateful: whether the loader's own state is read after each batch (torchdata's ``state_dict`` protocol).
         once: whether the loader can be read only once, over all epochs.
         stride: the part of a loader's order that a global micro-batch covers: (unit, number), one for each loader.
         samples: ``samples(index)`` returns the number of samples of a global micro-batch over all ranks; None if it is
             unknown before reading. With a user's batch sampler it is known after the batch was read.
-        first_state: returns the loader's state before the first batch, to test before the first step whether it can be
-            saved.
         describe: returns one line about the data, their order and their division.
 
     Raises:
@@ -281,6 +304,7 @@ class Feed:
         reproducible: bool = False,
         ordered: bool = False,
         pad: bool = False,
+        agree: Callable[[list[float]], list[list[float]]] | None = None,
     ) -> None:
         if not 0 <= rank < size:
             raise DataError("a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}")
@@ -293,6 +317,7 @@ class Feed:
             reproducible=reproducible,
             ordered=ordered,
             pad=pad,
+            agree=agree,
         )
         self.loader = loader
         self.reproducible = reproducible
@@ -301,11 +326,11 @@ class Feed:
         self.loader_state = LoaderState(self._source, size)
         self.per_rank_batch_size = self._source.per_rank_batch_size
         self.indexed = self._source.indexed
+        self.exact = self._source.exact
         self.stateful = self._source.stateful
         self.once = self._source.once
         self.stride = self._source.stride
         self.samples = self._source.samples
-        self.first_state = self._source.first_state
         self.describe = self._source.describe
         self.close = self._source.close
 
@@ -313,6 +338,11 @@ class Feed:
     def length(self) -> int | None:
         """Micro-batches per epoch, equal on all ranks; None if unknown. For a stream, the result of its ``len``."""
         return self._source.length
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What decides the order of the data, as plain data for a checkpoint: one for each loader."""
+        return self._source.facts
 
     @property
     def even(self) -> bool:

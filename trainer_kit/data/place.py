@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from trainer_kit.core.errors import DataError
+from trainer_kit.data.division import worker_parts
 from trainer_kit.data.sizes import BatchSizes
 from trainer_kit.data.workers import EndsWithParent, checked_context
 
@@ -94,6 +95,7 @@ class Place:
     ordered: bool = False
     reproducible: bool = False
     pad: bool = False
+    agree: Callable[[list[float]], list[list[float]]] | None = None
 
     @property
     def part(self) -> tuple[int, int]:
@@ -109,6 +111,7 @@ class Source(ABC):
 
     per_rank_batch_size: int | None = None
     indexed = False
+    exact = False
     once = False
     stateful = False
     """Whether `state` changes with each batch, and `epoch` can start from it."""
@@ -120,6 +123,8 @@ class Source(ABC):
     """The user's generators that the order is drawn from."""
     counts: Sequence[BatchSizes] = ()
     """What counts the samples of batches whose loader does not."""
+    alone: Any = False
+    """Whether the loader divides the data by itself; None: not known yet. For several loaders, a list."""
     _began: Sequence[Any] = ()
 
     @property
@@ -135,6 +140,11 @@ class Source(ABC):
     def doubt(self) -> str | None:
         """The reason why the numbers of samples may be wrong; None if they are certain, or nothing was read yet."""
         return next((one.doubt for one in self.counts if one.doubt is not None), None)
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        """What decides the order of the data, as plain data: one for each loader. Default: nothing is known."""
+        return [{}]
 
     @abstractmethod
     def describe(self) -> str: ...
@@ -166,6 +176,9 @@ class Source(ABC):
         """Return the indices of the earliest batch of this epoch that was read and not named yet; None if unknown."""
         return None
 
+    def leave_alone(self, alone: Any) -> None:
+        """Set `alone` to what a checkpoint holds, if it is not known yet. Default: it is known."""
+
     def state(self) -> Any:
         """Return what `epoch` needs besides the position to continue after the last batch. Default: nothing."""
         return None
@@ -176,10 +189,6 @@ class Source(ABC):
             if state is not None:
                 restore_generators(self.generators, state["generators"])
             self._began = generator_states(self.generators)
-
-    def first_state(self) -> Any:
-        """Return the state before the first batch. Default: that of the generators."""
-        return generator_states(self.generators)
 
     def resharded(self, state: Any, further: int) -> Any:
         """Return the state for another number of ranks, from that of the last rank. Default: the same.
@@ -230,12 +239,27 @@ def end_workers(loader: DataLoader[Any]) -> None:
         iterator._shutdown_workers()
 
 
+_SHARED_EPOCH = ("datasets", "streaming")
+"""Libraries whose data sets share their epoch with the copies in workers."""
+
+
+def _hidden_from_workers(loader: DataLoader[Any]) -> bool:
+    """Whether ``set_epoch`` of a part does not reach its copies in workers that live on.
+
+    Such workers would read every epoch in the order of the first one. They are started again for each epoch.
+    """
+    parts = [part for part in worker_parts(loader) if callable(getattr(part, "set_epoch", None))]
+    return any(type(part).__module__.partition(".")[0] not in _SHARED_EPOCH for part in parts)
+
+
 def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | None]:
     """Return a copy of a loader, and the generator for the seeds of its workers; None if the user gave one."""
     mine = copy.copy(loader)
     generator = torch.Generator() if loader.generator is None else None
     # DataLoader.__setattr__ refuses to set these.
     mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
+    if loader.persistent_workers and _hidden_from_workers(loader):
+        mine.__dict__["persistent_workers"] = False
     if loader.num_workers:
         mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn, loader.num_workers)
         mine.multiprocessing_context = checked_context(loader.multiprocessing_context)

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.tensors import children
 
-__all__ = ["BatchSizes", "batch_size_of", "limit_batches", "size_reader"]
+__all__ = ["BatchSizes", "EpochLength", "batch_size_of", "epoch_length", "limit_batches", "size_reader"]
 
 _PLAIN: Final = (str, bytes, range, int, float, complex, np.generic, type(None))
 """Values without samples in them."""
@@ -205,3 +205,49 @@ def limit_batches(length: int | None, limit: int | float | None, name: str) -> i
         found, fix = f"{found} of {length} batches is less than one", f"at least {1 / length:.3g}, or an int"
         raise DataError(f"{name} selects no batch", found=found, fix=fix)
     return int(length * limit)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochLength:
+    """How many micro-batches of a loader make an epoch.
+
+    Attributes:
+        expected: the number of micro-batches by the loader's length and the user's limit; None if unknown.
+        limit: where reading stops although there may be more data; None: at the end of the data.
+        certain: whether no epoch has more than ``expected`` micro-batches. A length that the user's code computes is
+            a hint: the data may have more.
+    """
+
+    expected: int | None
+    limit: int | None
+    certain: bool
+
+
+def epoch_length(length: int | None, exact: bool, limit: int | float | None, name: str) -> EpochLength:
+    """Return the length of an epoch.
+
+    Args:
+        length: the batches of the loader, None if unknown.
+        exact: whether ``length`` is certain.
+        limit: see `limit_batches`; a fraction is taken of ``length``, certain or not.
+        name: the name of the argument, for errors.
+
+    Raises:
+        DataError: see `limit_batches`.
+
+    Example:
+        >>> epoch_length(10, exact=False, limit=1.0, name="limit_train_batches")
+        EpochLength(expected=10, limit=None, certain=False)
+        >>> epoch_length(10, exact=False, limit=4, name="limit_train_batches")
+        EpochLength(expected=4, limit=4, certain=True)
+    """
+    if not exact and length == 0:
+        length = None  # a stream that claims to have no batch
+    expected = limit_batches(length, limit, name)
+    stops_at = expected
+    if limit is None or (isinstance(limit, float) and limit == 1.0):
+        stops_at = None
+    elif isinstance(limit, int):
+        stops_at = limit
+    certain = expected is not None and (exact or expected == stops_at)
+    return EpochLength(expected, stops_at, certain)

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, final
 
@@ -24,6 +23,14 @@ from torch.utils.data import (
 from trainer_kit.core.display import bar_class
 from trainer_kit.core.errors import CheckpointError, DataError
 from trainer_kit.core.seed import preserved_rng
+from trainer_kit.data.division import (
+    Division,
+    check_division,
+    divide_by_itself,
+    fingerprint,
+    loader_parts,
+    worker_parts,
+)
 from trainer_kit.data.order import EMPTY, MISSING, BatchTurns, SampleBlocks, Split, derive_seed, length_of, seed_globals
 from trainer_kit.data.place import (
     Place,
@@ -40,7 +47,7 @@ from trainer_kit.data.place import (
 )
 from trainer_kit.data.sizes import BatchSizes
 
-__all__ = ["IndexedSource", "ListSource", "StreamSource", "has_state"]
+__all__ = ["IndexedSource", "ListSource", "StreamSource", "has_state", "shuffle_buffer"]
 
 
 @final
@@ -48,6 +55,7 @@ class ListSource(Source):
     """A sequence of batches: rank r takes those with index r, r + size, ..., and reads no other."""
 
     indexed = True
+    exact = True
 
     def __init__(self, batches: Sequence[Any], place: Place) -> None:
         refuse_batch_size(batches, place)
@@ -78,6 +86,10 @@ class ListSource(Source):
     @property
     def stride(self) -> list[tuple[str, int]]:
         return [("batches", self.size)]
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        return [{"size": len(self.batches), "unit": "batches", "order": kind_of(self.batches)}]
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         set_epoch(epoch, self.batches)
@@ -120,6 +132,7 @@ class IndexedSource(Source):
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
         self._drawn = one_for_one(loader) and (not isinstance(self.split, BatchTurns) or self.split.sized)
+        self.exact = one_for_one(loader) and _counts_exactly(self.order)
         self._sizes = BatchSizes()  # for a loader that makes its own batches
         self.counts = [self._sizes]
 
@@ -129,20 +142,19 @@ class IndexedSource(Source):
         order = loader.sampler if not self.own_batches or loader.batch_sampler is None else loader.batch_sampler
         if not place.shard:
             return _reseeded(order, loader), False
-        samplers: tuple[Any, ...] = (order, getattr(order, "sampler", None))
-        for sampler in samplers:
-            if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
-                found = sampler.num_replicas, sampler.rank
-                if place.ordered and type(order) is DistributedSampler and found == (place.size, place.rank):
-                    return _undivided(order), False
-                if place.size > 1 and found != (place.size, place.rank):
-                    raise DataError(
-                        f"this {kind_of(sampler)} divides the data differently from the strategy",
-                        found=f"num_replicas={found[0]}, rank={found[1]} on data rank {place.rank} of {place.size}",
-                        fix="leave the sampler out: the Trainer divides the data",
-                    )
-                return order, True
-        return _reseeded(order, loader), False
+        division = divide_by_itself(order, _SAMPLERS) or _divided_by_one(order)
+        if division is None:
+            return _reseeded(order, loader), False
+        here = (place.size, place.rank)
+        if place.ordered and type(order) is DistributedSampler and (division.ranks, division.rank) == here:
+            return _undivided(order), False
+        if place.size > 1 and (division.ranks, division.rank) != here:
+            raise DataError(
+                f"this {kind_of(division.part)} divides the data differently from the strategy",
+                found=f"num_replicas={division.ranks}, rank={division.rank} on data rank {place.rank} of {place.size}",
+                fix="leave the sampler out: the Trainer divides the data",
+            )
+        return order, True
 
     @property
     def length(self) -> int | None:
@@ -183,6 +195,10 @@ class IndexedSource(Source):
         size = self.place.part[1]
         return [("batches", size)] if self.own_batches else [("samples", size * (self.per_rank_batch_size or 1))]
 
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        return [{"size": length_of(self.given.dataset), "unit": "samples", "order": kind_of(self.order)}]
+
     def state(self) -> Any:
         return {"generators": self._began} if self.generators else None
 
@@ -209,8 +225,8 @@ class IndexedSource(Source):
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         given = self.given
-        inner = getattr(given.batch_sampler, "sampler", None)
-        set_epoch(epoch, given, given.dataset, given.sampler, given.batch_sampler, inner, self.order)
+        samplers = list(loader_parts(given.batch_sampler, _SAMPLERS))
+        set_epoch(epoch, *reversed(worker_parts(given)), *reversed(samplers), given.sampler, self.order, given)
         seed = derive_seed(self.place.seed, epoch, turn)
         ours = self.place.shard and not self.split_by_user
         sample_seed = derive_seed(seed) if ours else derive_seed(seed, self.place.rank)
@@ -260,6 +276,25 @@ def _restoring(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
+_SAMPLERS = ("sampler", "batch_sampler", "base_sampler")
+
+
+def _divided_by_one(order: Any) -> Division | None:
+    """Return the division of a sampler that was made for one rank, by the attributes of torch's."""
+    samplers: tuple[Any, ...] = (order, getattr(order, "sampler", None))
+    for sampler in samplers:
+        if hasattr(sampler, "num_replicas") and hasattr(sampler, "rank"):
+            return Division(sampler, sampler.num_replicas, sampler.rank)
+    return None
+
+
+def _counts_exactly(order: Any) -> bool:
+    """Whether the length of a sampler or batch sampler is the number of its items: torch's own are known to be so."""
+    if type(order) is BatchSampler:
+        return _counts_exactly(order.sampler)
+    return isinstance(order, Sequence) or type(order).__module__.startswith(("torch.utils.data.", "trainer_kit."))
+
+
 def _own_batches(loader: DataLoader[Any]) -> bool:
     """Whether batches are not made from ``batch_size`` and the sampler."""
     made = loader.batch_sampler
@@ -293,6 +328,9 @@ class StreamSource(Source):
         self.given = loader
         self.place = place
         self.rank, self.size = place.part
+        self.alone = self._find_division()
+        if self.alone:
+            self.rank, self.size = 0, 1
         self.loader: Any = loader
         self.generator: torch.Generator | None = None
         self._sizes = BatchSizes()
@@ -323,6 +361,7 @@ class StreamSource(Source):
         # An iterator can be read once; any other iterable makes a new iterator for each pass.
         self.once = isinstance(loader, Iterator)
         self.begun = False
+        self._loaded = False
         self.stateful = not place.ordered and has_state(self.loader)
         number = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
         self.workers = [number] if self.stateful else []
@@ -331,6 +370,47 @@ class StreamSource(Source):
         self.rolls = self.stateful and not self.workers_end
         self.generators = own_generators(loader) if isinstance(loader, DataLoader) else []
         self._began = []  # in checkpoints a list, also without generators
+
+    def _find_division(self) -> bool | None:
+        place = self.place
+        if place.part[1] == 1:
+            return False
+        division = divide_by_itself(self.given)
+        if division is None:
+            return False if place.agree is None else None
+        check_division(division, place.rank, place.size)
+        return True
+
+    def leave_alone(self, alone: Any) -> None:
+        if self.alone is None and alone is not None:
+            self.alone = bool(alone)
+            self.rank, self.size = (0, 1) if alone else self.place.part
+
+    def _compare(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Compare the first batch with that of the other ranks, and return an iterator that still yields it.
+
+        Equal batches are one stream, which is divided here; if they differ, the loader divides the data. Every rank
+        calls it, and an error is raised after the exchange, so that no rank waits for another one.
+        """
+        first: list[Any] = []
+        problem: Exception | None = None
+        try:
+            first = list(islice(iterator, 1))
+        except Exception as error:  # of any class: user code reads the data
+            problem = error
+        assert self.place.agree is not None
+        rows = self.place.agree([fingerprint(first)])
+        self.leave_alone(any(row != rows[0] for row in rows))
+        if problem is not None:
+            raise problem
+        if self.alone and self.place.rank == 0:
+            warnings.warn(
+                f"the first batch of this {kind_of(self.given)} differs from rank to rank: it is taken to divide the"
+                " data by itself, and every rank reads all of its batches. If it does not, seed it equally on all"
+                " ranks; use_distributed_sampler=False omits this comparison",
+                stacklevel=2,
+            )
+        return chain(first, iterator)
 
     def close(self) -> None:
         if isinstance(self.loader, DataLoader):
@@ -353,13 +433,26 @@ class StreamSource(Source):
         what = kind_of(self.given)
         if isinstance(self.given, DataLoader):
             what = f"{what} over {kind_of(self.given.dataset)}"
-        split = f"; every rank reads all of it and keeps each {self.size}th batch" if self.size > 1 else ""
+        split = ""
+        if self.alone:
+            split = "; it divides the data among the ranks itself"
+        elif self.size > 1:
+            split = f"; every rank reads all of it and keeps each {self.size}th batch"
         return f"{what}, in its order{split}"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
         each = self.per_rank_batch_size
-        return [("batches", self.size)] if each is None else [("samples", self.size * each)]
+        size = self.place.part[1]  # of all ranks together
+        return [("batches", size)] if each is None else [("samples", size * each)]
+
+    @property
+    def facts(self) -> list[dict[str, Any]]:
+        if not isinstance(self.given, DataLoader):
+            return [{"size": length_of(self.given), "unit": "batches", "order": kind_of(self.given)}]
+        data = self.given.dataset
+        workers = self.given.num_workers
+        return [{"size": length_of(data), "unit": "samples", "order": kind_of(data), "workers": workers}]
 
     def state(self) -> Any:
         if not self.stateful:
@@ -372,17 +465,8 @@ class StreamSource(Source):
             "generators": self._began,
         }
 
-    def first_state(self) -> Any:
-        if not self.stateful:
-            return super().first_state()
-        # Not the state of the DataLoader: that would start its workers.
-        owner: Any = self.given.dataset if isinstance(self.given, DataLoader) else self.given
-        with suppress(Exception):  # the error is raised when the state is saved
-            return owner.state_dict()
-        return None
-
     def resharded(self, state: Any, further: int) -> Any:
-        if not self.place.shard or (state is not None and state["at"]):
+        if not self.place.shard or self.alone or (state is not None and state["at"]):
             raise CheckpointError(
                 "loaders",
                 None,
@@ -392,19 +476,24 @@ class StreamSource(Source):
         return {"generators": self._began, **(state or {}), "further": further}
 
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
-        parts = (getattr(self.given, name, None) for name in ("dataset", "sampler", "batch_sampler"))
-        set_epoch(epoch, self.given, *parts)
+        parts = (getattr(self.given, name, None) for name in ("sampler", "batch_sampler"))
+        # The inner ones first: a data set that passes another epoch on to its parts has the last word.
+        set_epoch(epoch, *reversed(worker_parts(self.given)), *parts, self.given)
         self.draw_from(state)
         if self.generator is not None:
             # The same seed on all ranks: a dataset that shuffles in its workers must yield the same stream everywhere.
             self.generator.manual_seed(derive_seed(self.place.seed, epoch, turn))
         resumes = self.stateful and state is not None and "loader" in state
         if resumes:
-            self.loader.load_state_dict(state["loader"])
+            self._load(state["loader"])
+        elif self._loaded:
+            self._forget()
         workers = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
         inside = resumes and start > 0  # the next batch of a started epoch is read under the generators of the run
         alike = self.size > 1 and not workers and not self.once and not inside
         iterator = self._seeded(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
+        if self.alone is None and not resumes:
+            iterator = self._compare(iterator)
         if self.once and self.begun:
             iterator = chain(self._first(iterator), iterator)
         self.begun = True
@@ -417,6 +506,25 @@ class StreamSource(Source):
             iterator = self._released(iterator)
         pairs = iterator if self._counts else self._sizes.pairs(iterator)
         return pairs if self.size == 1 else self._turns(pairs, state["at"] if resumes else 0)
+
+    def _load(self, state: Any) -> None:
+        self._loaded = True
+        self.loader.load_state_dict(state)
+        buffer = shuffle_buffer(self.given)
+        if buffer and self.place.rank == 0:
+            warnings.warn(
+                f"this resume is not exact: the data set shuffles in a buffer of {buffer} examples, whose content its"
+                " state does not hold, so the next examples come in another order and some of the buffer are not read."
+                " For an exact resume shuffle before the stream (Dataset.shuffle, then to_iterable_dataset), or"
+                " save between epochs",
+                stacklevel=2,
+            )
+
+    def _forget(self) -> None:
+        """Begin the next epoch at its start: litdata's loader goes on from a loaded state until it has ended once."""
+        self._loaded = False
+        if getattr(self.loader, "restore", None) is True and type(self.loader).__module__.startswith("litdata."):
+            self.loader.restore = False
 
     def _seeded(self, seed: int) -> Iterator[Any]:
         """Start with equal generators on all ranks, so that a stream that shuffles has the same order everywhere."""
@@ -511,3 +619,19 @@ def _reading_states(loader: DataLoader[Any]) -> Any:
         _initial_iter_for_state_dict=False,
     )
     return made
+
+
+def shuffle_buffer(loader: Any) -> int:
+    """Return the size of the shuffle buffer of a Hugging Face stream inside a loader; 0 without one."""
+    sources = [getattr(part, "_ex_iterable", None) for part in loader_parts(loader)]
+    for _ in range(_DEEPEST_SOURCE):
+        for source in sources:
+            size = getattr(source, "buffer_size", 0)
+            if type(source).__name__ == "BufferShuffledExamplesIterable" and size > 1:
+                return int(size)
+        sources = [getattr(source, "ex_iterable", None) for source in sources if source is not None]
+    return 0
+
+
+_DEEPEST_SOURCE = 16
+"""Operations on a Hugging Face stream that are searched."""

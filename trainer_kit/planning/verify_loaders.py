@@ -11,7 +11,7 @@ from typing import Any, Final, final
 
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
-from trainer_kit.data import EMPTY, CombinedLoader, Feed, read_together
+from trainer_kit.data import EMPTY, CombinedLoader, EpochLength, Feed, read_together
 from trainer_kit.planning.fake_world import fake_world
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.session import Session
@@ -103,7 +103,7 @@ def rows_of(feeds: list[Feed], epoch: int) -> Iterator[Row]:
         yield row
 
 
-def feeds_of(trainer: Session, loaders: Sequence[Any], division: Division) -> tuple[list[Feed], int | None]:
+def feeds_of(trainer: Session, loaders: Sequence[Any], division: Division) -> tuple[list[Feed], EpochLength]:
     """The data of each place, and the micro-batches of an epoch.
 
     Args:

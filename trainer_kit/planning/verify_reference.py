@@ -582,7 +582,7 @@ def plain_loop(
         ConfigurationError: an optimizer computes the loss several times, or steps by hand do not exchange gradients.
     """
     window = trainer.accumulation
-    feeds, limit = feeds_of(trainer, loaders, division)
-    trainer.num_training_batches = math.inf if limit is None else limit
+    feeds, length = feeds_of(trainer, loaders, division)
+    trainer.num_training_batches = math.inf if length.expected is None else length.expected
     plain = _Plain(trainer, module, datamodule, precision, steps, division, watched, traced)
-    return plain.run(feeds, limit, window)
+    return plain.run(feeds, length.limit, window)

@@ -295,11 +295,11 @@ class Runs:
         def read(own: Runs, division: Division, directory: Path) -> None:
             trainer, window = own.trainer, own.trainer.accumulation
             loaders = own._place_loaders(division)
-            feeds, limit = feeds_of(trainer, loaders, division)
+            feeds, length = feeds_of(trainer, loaders, division)
             size, many = feeds[0].per_rank_batch_size, 1
             record = Record()
             if divides_itself(loaders[0]):  # together the places read what one process would
-                record.plan = _read_places(feeds, self.steps * window, limit)
+                record.plan = _read_places(feeds, self.steps * window, length.limit)
                 torch.save(record, directory / "0")
                 return
             if makes_batches(feeds[0]):
@@ -308,7 +308,7 @@ class Runs:
                 whole = size * division.places * window
                 trainer.settings = replace(trainer.settings, global_batch_size=whole)
             alone, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
-            record.plan = _read(alone[0], self.steps * window * many, limit and limit * many)
+            record.plan = _read(alone[0], self.steps * window * many, length.limit and length.limit * many)
             torch.save(record, directory / "0")
 
         return self._single(read, division).plan
@@ -318,9 +318,9 @@ class Runs:
 
         def read(own: Runs, division: Division, directory: Path) -> None:
             loaders = own._place_loaders(division)
-            feeds, limit = feeds_of(own.trainer, loaders, division)
+            feeds, length = feeds_of(own.trainer, loaders, division)
             record = Record()
-            record.orders = [_read_epoch(feeds[0], epoch, limit) for epoch in range(2)]
+            record.orders = [_read_epoch(feeds[0], epoch, length.limit) for epoch in range(2)]
             record.divides = divides_itself(loaders[0])
             torch.save(record, directory / "0")
 

@@ -17,6 +17,7 @@ from trainer_kit.core.errors import CheckpointError, TrainerKitError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import names_in, plain_state, state_name
+from trainer_kit.state.data_changes import compare_data
 from trainer_kit.state.optimizer_states import (
     add_groups,
     changed_flags,
@@ -121,6 +122,7 @@ def collect(
             state["stop"] = run.requests.stop  # the request waits for the minimum, in a resumed run too
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
+        state["data"] = run.windows.feed.facts
         buffers_here: list[dict[str, Tensor]] = []
         lent = {name: tensor for c in callbacks for name, tensor in c.lent_weights.items()}
 
@@ -392,6 +394,7 @@ def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int 
             f" of {data.size} now and {ranks} before"
         )
     _convert_position(run, state.get("stride"), global_batch_size)
+    compare_data(run, state.get("data"))
     saved = state.get("loaders")
     if saved is None:
         return

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, cast, final
+from typing import Any, Final, cast, final
 
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
+from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.step.micro_batch import MicroBatches
 
 __all__ = ["WindowLoader"]
+
+_OVER: Final = object()
 
 
 @final
@@ -65,6 +68,7 @@ class WindowLoader:
         self.budget: int | None = None
         self.measure: Callable[[float, float], None] | None = None
         self._source: Iterator[Any] | None = None  # more batches, while `measure` is to be called
+        self._batches: Iterator[Any] = iter(())
         # A weight matters only in relation to other batches.
         self._asks = weighting and loss_weight is None
 
@@ -73,9 +77,10 @@ class WindowLoader:
         start = progress.epoch_batch
         batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
         if self.limit is not None:
-            batches = islice(batches, self.limit - start)
+            batches = islice(batches, max(0, self.limit - start))  # a resumed run may be beyond its limit
         if self.ahead is not None:
             batches = self._ahead(self._weighed(*pair) for pair in batches)
+        self._batches = batches
         if self.group.size > 1:
             windows = self._together(batches, start)
         elif self.ahead is not None or self.loss_weight is not None:
@@ -85,6 +90,17 @@ class WindowLoader:
         if self.left_out:
             windows = self._without(windows, progress)
         return self._tracked(windows) if self.feed.stateful else windows
+
+    def has_more(self) -> bool:
+        """Whether the epoch that is being left has another batch on any rank, which this call reads and discards.
+
+        Every rank must call it. It draws nothing from the global generators.
+        """
+        with preserved_rng():
+            more = next(self._batches, _OVER) is not _OVER
+        if self.group.size == 1:
+            return more
+        return any(row[0] for row in self.group.agree([more]))
 
     def _without(self, windows: Iterator[MicroBatches], progress: Progress) -> Iterator[MicroBatches]:
         """Replace the windows of steps in ``left_out`` by windows without micro-batches: nothing is trained on them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -40,7 +41,8 @@ class Evaluation:
     Attributes:
         stage: validate, test or predict.
         feeds: one for each loader.
-        limits: the number of batches per loader, None for all.
+        limits: where reading of each loader stops, None at the end of its data.
+        expected: the number of batches per loader, as far as it is known before reading; None if unknown.
         strategy: splits loaders over its data ranks, and binds the step.
         move: copies a batch to the device; None if that is not needed.
         whole: whether ranks that share a batch each run all of it.
@@ -55,6 +57,7 @@ class Evaluation:
     module: Any
     feeds: Sequence[Feed]
     limits: Sequence[int | None]
+    expected: Sequence[int | None]
     bus: Bus
     metrics: Metrics
     precision: Precision
@@ -66,6 +69,11 @@ class Evaluation:
     seen: dict[int, int] = field(default_factory=dict)
     batches: int = 0
     indices: list[Any] | None = None
+
+    @property
+    def counts(self) -> list[int | float]:
+        """The number of batches per loader, infinite if unknown; a hint for a loader that only claims to have it."""
+        return [math.inf if batches is None else batches for batches in self.expected]
 
     def listeners(self, moment: str) -> Listeners:
         """The listeners of ``on_<stage>_<moment>``."""

@@ -12,6 +12,7 @@ from lightning_utilities.core.overrides import is_overridden
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.progress import Duration, Progress
+from trainer_kit.data import EpochLength
 
 __all__ = ["LONGEST", "Interval", "Schedule", "check_tokens"]
 
@@ -59,7 +60,7 @@ class Schedule:
     """The limits and intervals of one fit.
 
     Attributes:
-        batches: micro-batches of an epoch on this rank, None if unknown.
+        length: the micro-batches of an epoch on this rank.
         max_epochs, max_steps, max_duration: the run ends at the first that is reached; None for none.
         min_epochs, min_steps: a stop request waits until both are reached.
         validate_every: micro-batches between validations; None for the end of the epoch.
@@ -71,7 +72,7 @@ class Schedule:
         intervals: the actions of callbacks at their own intervals.
     """
 
-    batches: int | None
+    length: EpochLength
     max_epochs: int | None
     max_steps: int | None
     max_duration: Duration | None
@@ -94,7 +95,7 @@ class Schedule:
             return f"max_steps={self.max_steps} reached"
         if self.max_duration is not None and self.max_duration.reached(progress):
             return f"max_duration={self.max_duration} reached"
-        if self.batches == 0:
+        if self.length.certain and self.length.expected == 0:
             return "the training loader has no batches"
         return None
 
@@ -103,8 +104,13 @@ class Schedule:
         return progress.epoch >= self.min_epochs and progress.step >= self.min_steps
 
     def epoch_is_over(self, progress: Progress) -> bool:
-        """Whether the running epoch is known to have no batch left."""
-        return self.batches is not None and progress.epoch_batch >= self.batches
+        """Whether the running epoch has no batch left; with an uncertain length, whether that is to be expected."""
+        batches = self.length.expected
+        if batches is None:
+            return False
+        if self.length.certain:
+            return progress.epoch_batch >= batches
+        return progress.epoch_batch == batches  # data that have more than that were not over there
 
     def flushes(self, progress: Progress) -> bool:
         """Whether logged values of this step are handed on."""

@@ -27,7 +27,7 @@ from trainer_kit.core.progress import Duration
 from trainer_kit.core.protocols import ActsAtIntervals, Group, LeavesOutSteps, ReplaysSteps, SplitsBatches
 from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.core.states import names_validation
-from trainer_kit.data import MODES, Ahead, CombinedLoader, Feed, read_together
+from trainer_kit.data import MODES, Ahead, CombinedLoader, EpochLength, Feed, read_together
 from trainer_kit.metrics.entry import Reduced
 from trainer_kit.state.collect import collect, restore
 from trainer_kit.state.optimizer_states import configured_flags, note_configured
@@ -47,7 +47,7 @@ from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Compile, Policy, units
 from trainer_kit.training.loaders import (
     NAMES,
-    agreed_limits,
+    agreed_length,
     evaluation_feeds,
     find_loaders,
     mover,
@@ -146,8 +146,8 @@ def compose_evaluation(
     """Compose a validation, a test or a prediction."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     setattr(trainer, f"{NAMES[stage]}_dataloaders", loaders)
-    feeds, limits = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
-    limits = agreed_limits(limits, strategy.data)
+    feeds, lengths = evaluation_feeds(loaders, stage, settings, strategy.data, trainer.data_seed)
+    lengths = [agreed_length(length, strategy.data) for length in lengths]
     # Predictions for shards of a sequence cannot be concatenated, so every rank predicts whole batches.
     whole = stage == "predict" and strategy.losses.size > strategy.data.size
     move, _ = mover(module, datamodule, strategy, precision, whole)
@@ -160,7 +160,8 @@ def compose_evaluation(
         stage=stage,
         module=module,
         feeds=feeds,
-        limits=limits,
+        limits=[length.limit for length in lengths],
+        expected=[length.expected for length in lengths],
         bus=bus,
         metrics=trainer.metrics,
         precision=precision,
@@ -180,9 +181,8 @@ def compose_evaluation(
 def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
-    feed, limit = training_feed(loaders, settings, strategy.data, trainer.data_seed, trainer.accumulation)
-    (limit,) = agreed_limits([limit], strategy.data)
-    _report_length(trainer, feed, limit)
+    feed, length = _training_feed(trainer, loaders)
+    _report_length(trainer, feed, length)
     _check_tokens(settings, module)
     manual = _is_manual(trainer, module)
     precision.convert_module(module)
@@ -199,7 +199,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     move, prefetch = _movement(trainer, module, datamodule, feed)
     micro = _micro(trainer, module, bus, stepper, step, manual)
     micro.move = move if prefetch is None else None
-    windows = _windows(trainer, module, feed, micro, limit, prefetch)
+    windows = _windows(trainer, module, feed, micro, length.limit, prefetch)
     trainer.metrics.feed = feed if windows.loss_weight is None else None
     if strategy.data.size > 1 and (manual or strategy.lockstep):  # each micro-batch runs collectives on every rank
         padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
@@ -216,7 +216,7 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
         micro=micro,
         windows=windows,
         stepper=stepper,
-        schedule=_schedule(settings, limit, validation, strategy.world.size),
+        schedule=_schedule(settings, length, validation, strategy.world.size),
         requests=trainer.requests,
         validation=validation,
         publish=trainer.log_metrics,
@@ -237,6 +237,13 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     _connect_stepper(run)
     run.guard = _guard(trainer, run, datamodule)
     return run
+
+
+def _training_feed(trainer: Session, loaders: Any) -> tuple[Feed, EpochLength]:
+    data = trainer.strategy.data
+    seed, window = trainer.data_seed, trainer.accumulation
+    feed, length = training_feed(loaders, trainer.settings, data, seed, window, data.agree)
+    return feed, agreed_length(length, data)
 
 
 def _connect_stepper(run: Fit) -> None:
@@ -401,40 +408,45 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
     if now is not None and made is not None:
         for feed in now.feeds:
             feed.close()
-        now.feeds, now.limits = made.feeds, made.limits
+        now.feeds, now.limits, now.expected = made.feeds, made.limits, made.expected
     else:
         run.validation = made
         run.schedule.mark_checked(run.progress)  # intervals without a loader are not due when there is one
     run.schedule.validates = made is not None
-    trainer.num_val_batches = [] if made is None else [float("inf") if one is None else one for one in made.limits]
+    trainer.num_val_batches = [] if made is None else made.counts
 
 
 def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     settings, strategy, windows = trainer.settings, trainer.strategy, run.windows
     trainer.forget_loaders()
-    feed, limit = training_feed(trainer.load_train(), settings, strategy.data, trainer.data_seed, trainer.accumulation)
-    (limit,) = agreed_limits([limit], strategy.data)
+    feed, length = _training_feed(trainer, trainer.load_train())
     if trainer.metrics.feed is not None:
         trainer.metrics.feed = feed
     windows.feed.close()
-    windows.feed, windows.limit = feed, limit
+    windows.feed, windows.limit = feed, length.limit
     move, windows.ahead = _movement(trainer, run.module, datamodule, feed)
     run.micro.move = move if windows.ahead is None else None
-    trainer.num_training_batches = float("inf") if limit is None else limit
+    trainer.num_training_batches = float("inf") if length.expected is None else length.expected
     trainer.train_batch_samples = feed.samples(0)
-    run.schedule.batches = limit
-    run.schedule.validate_every = _schedule(settings, limit, run.validation, strategy.world.size).validate_every
+    run.schedule.length = length
+    run.schedule.validate_every = _schedule(settings, length, run.validation, strategy.world.size).validate_every
 
 
-def _report_length(trainer: Session, feed: Feed, limit: int | None) -> None:
+def _report_length(trainer: Session, feed: Feed, length: EpochLength) -> None:
     settings = trainer.settings
-    trainer.num_training_batches = float("inf") if limit is None else limit
+    trainer.num_training_batches = float("inf") if length.expected is None else length.expected
     trainer.train_batch_samples = feed.samples(0)
     together = read_together(feed.loader)
     if isinstance(together, CombinedLoader):
         trainer.say(f"training loaders in {together.mode}: {MODES[together.mode]}")
     epochs = (settings.max_epochs or 0) - trainer.progress.epoch
-    if feed.once and epochs > 1 and limit is None and settings.max_steps is None and settings.max_duration is None:
+    if (
+        feed.once
+        and epochs > 1
+        and length.expected is None
+        and settings.max_steps is None
+        and settings.max_duration is None
+    ):
         trainer.say(
             f"a {type(feed.loader).__name__} can be read once: after its end, the next of {settings.max_epochs} epochs"
             " is an error (pass something that can be iterated again, or max_epochs=1)"
@@ -561,7 +573,7 @@ def _validation(
     if loaders is None:
         return None
     run = compose_evaluation(trainer, "validate", module, datamodule, loaders, bus)
-    return run if any(limit != 0 for limit in run.limits) else None
+    return run if any(batches != 0 for batches in run.expected) else None
 
 
 def _check_tokens(settings: Settings, module: TrainModule) -> None:
@@ -569,14 +581,15 @@ def _check_tokens(settings: Settings, module: TrainModule) -> None:
     check_tokens("val_check_interval", settings.validate_every, module)
 
 
-def _schedule(settings: Settings, batches: int | None, validation: Evaluation | None, world: int) -> Schedule:
-    every = settings.validate_every
+def _schedule(settings: Settings, length: EpochLength, validation: Evaluation | None, world: int) -> Schedule:
+    every, batches = settings.validate_every, length.expected
     interval: Duration | None = None
     if isinstance(every, Duration):
         interval = every
     elif isinstance(every, int):
         interval = Duration(every, "ba")
-        if batches is not None and every > batches and settings.validate_epochs is not None and validation is not None:
+        never = batches is not None and every > batches and length.certain
+        if never and settings.validate_epochs is not None and validation is not None:
             raise ConfigurationError(
                 "validation would never run",
                 found=f"val_check_interval={every} with {batches} batches an epoch",
@@ -591,7 +604,7 @@ def _schedule(settings: Settings, batches: int | None, validation: Evaluation | 
             )
         interval = Duration(max(1, int(batches * every)), "ba")
     return Schedule(
-        batches=batches,
+        length=length,
         max_epochs=settings.max_epochs,
         max_steps=settings.max_steps,
         max_duration=settings.max_duration,

@@ -288,7 +288,7 @@ class EntryPoint:
         module = self.module  # sync_batchnorm converts it
         self.unwinding.cleanup.append(watch_groups(run))
         run.id = "" if files.record is None else files.record.id
-        trainer.num_val_batches = [] if run.validation is None else _counts(run.validation)
+        trainer.num_val_batches = [] if run.validation is None else run.validation.counts
         trainer.continues = False
         run.schedule.mark_checked(run.progress)  # counts that a continued fit takes over are not due again
         if state is not None and path is not None:
@@ -439,7 +439,7 @@ class EntryPoint:
         if loaders is None:
             raise DataError(f"{self.stage} needs data", fix=f"pass dataloaders=, or define {name}_dataloader()")
         run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
-        setattr(trainer, f"num_{name}_batches", _counts(run))
+        setattr(trainer, f"num_{name}_batches", run.counts)
         trainer.evaluation = run
         return run
 
@@ -470,10 +470,11 @@ class EntryPoint:
         trainer, steps = self.trainer, self.trainer.settings.sanity_steps
         if run.validation is None or steps == 0 or trainer.progress.step > 0:
             return
-        full = run.validation.limits
+        limits, expected = run.validation.limits, run.validation.expected
         if steps > 0:
-            run.validation.limits = [steps if limit is None else min(limit, steps) for limit in full]
-        trainer.num_sanity_val_batches = _counts(run.validation)
+            run.validation.limits = [steps if limit is None else min(limit, steps) for limit in limits]
+            run.validation.expected = [steps if batches is None else min(batches, steps) for batches in expected]
+        trainer.num_sanity_val_batches = run.validation.counts
         requests = run.requests
         before = requests.stop, requests.validation, list(requests.checkpoints)
         trainer.sanity_checking = True
@@ -484,7 +485,7 @@ class EntryPoint:
             for hook in self.bus.on_sanity_check_end:
                 hook()
         trainer.sanity_checking = False
-        run.validation.limits = full
+        run.validation.limits, run.validation.expected = limits, expected
         run.validation.seen.clear()
         trainer.metrics.forget()
         requests.stop, requests.validation, requests.checkpoints[:] = before
@@ -516,10 +517,6 @@ def _has_state(owner: Any) -> bool:
         return bool(owner is not None and owner.state_dict())
     except Exception:  # the first save raises it again
         return False
-
-
-def _counts(run: Evaluation) -> list[int | float]:
-    return [float("inf") if limit is None else limit for limit in run.limits]
 
 
 def _ignoring_error(call: Callable[[], Any]) -> Callable[[BaseException | None], Any]:
@@ -567,7 +564,6 @@ def _dry_run(trainer: Session, run: Fit) -> None:
     ready = [callback for callback in trainer.callbacks if _has_state(callback)]
     datamodule = trainer.datamodule if _has_state(trainer.datamodule) else None
     state = collect(run, ready, datamodule, trainer.data_seed, weights_only=False, hooks=False)
-    state["loaders"] = run.windows.feed.first_state()
 
     def encode_state(state: Mapping[str, Any]) -> None:
         if run.strategy.sharded:
@@ -577,6 +573,7 @@ def _dry_run(trainer: Session, run: Fit) -> None:
 
     owners = [owner for owner in (*trainer.callbacks, trainer.datamodule, trainer.module) if owner is not None]
     trainer.unsaveable.check(state, owners, encode_state)
+    run.windows.feed.loader_state.check_first(lambda first: encode({"loaders": first}, {}, copy=False))
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.say(

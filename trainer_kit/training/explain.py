@@ -100,8 +100,8 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         found = find_loaders("fit", loaders, module, datamodule)
         if found is not None:
             ranks: Any = _Ranks(size)
-            feed, limit = training_feed(found, trainer.settings, ranks, trainer.data_seed, _window(trainer))
-            lines += _data_lines(trainer, feed, limit, size)
+            feed, length = training_feed(found, trainer.settings, ranks, trainer.data_seed, _window(trainer))
+            lines += _data_lines(trainer, feed, length.expected, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         lines += [*_cost_lines(trainer, strategy, module, size), "", *_loop(trainer, module, bus)]
     return Text("\n".join(lines))

@@ -13,6 +13,7 @@ from trainer_kit.step.run import Fit, Rewind
 from trainer_kit.training.settle import (
     check_trained,
     continues,
+    epoch_is_over,
     next_due,
     settle_end,
     settle_epoch,
@@ -58,7 +59,7 @@ def fit(run: Fit) -> None:
                     for hook in bus.on_train_step_end:
                         hook()
                     if progress.step >= run.due and settle_step(run):
-                        completed = run.schedule.epoch_is_over(progress)
+                        completed = epoch_is_over(run)
                         break
             except EarlyEpochExit:
                 micro.started = -1  # no window is open

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sized
 from typing import Any, Final, cast
 
 from lightning_utilities.core.overrides import is_overridden
@@ -15,12 +15,12 @@ from trainer_kit.core.hooks import DataHooks
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import move_to_device
-from trainer_kit.data import CombinedLoader, Feed, is_tree, limit_batches, read_together
+from trainer_kit.data import CombinedLoader, EpochLength, Feed, epoch_length, is_tree, read_together
 from trainer_kit.precision.precision import Precision
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.training.settings import Settings
 
-__all__ = ["NAMES", "agreed_limits", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
+__all__ = ["NAMES", "agreed_length", "evaluation_feeds", "find_loaders", "mover", "training_feed"]
 
 NAMES: Final = {"fit": "train", "validate": "val", "test": "test", "predict": "predict"}
 """The names of the loaders and limits of each entry point."""
@@ -37,7 +37,14 @@ def find_loaders(stage: str, passed: Any, module: Any, datamodule: Any) -> Any:
     return None
 
 
-def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, window: int) -> tuple[Feed, int | None]:
+def training_feed(
+    loaders: Any,
+    settings: Settings,
+    group: Group,
+    seed: int,
+    window: int,
+    agree: Callable[[list[float]], list[list[float]]] | None = None,
+) -> tuple[Feed, EpochLength]:
     """This rank's share of the training data, and how many micro-batches of it make an epoch.
 
     Args:
@@ -46,6 +53,7 @@ def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, win
         group: the data ranks.
         seed: the seed of the data order.
         window: micro-batches per optimizer step, to divide a global batch size.
+        agree: see `Feed`; None where the data are not read by all ranks.
     """
     batch_size = None
     if settings.global_batch_size is not None:
@@ -67,15 +75,16 @@ def training_feed(loaders: Any, settings: Settings, group: Group, seed: int, win
         shard=settings.shard,
         batch_size=batch_size,
         reproducible=settings.reproducible,
+        agree=agree,
     )
     name = "overfit_batches" if settings.overfit else "limit_train_batches"
-    return feed, limit_batches(feed.length, settings.train_limit(), name)
+    return feed, epoch_length(feed.length, feed.exact, settings.train_limit(), name)
 
 
 def evaluation_feeds(
     loaders: Any, stage: str, settings: Settings, group: Group, seed: int
-) -> tuple[list[Feed], list[int | None]]:
-    """This rank's share of every evaluation loader, and the limit of each."""
+) -> tuple[list[Feed], list[EpochLength]]:
+    """This rank's share of every evaluation loader, and how many micro-batches are read from each."""
     several = _one_after_the_other(loaders)
     name = NAMES[stage]
     limit = settings.limits[name]
@@ -90,22 +99,31 @@ def evaluation_feeds(
             shard=settings.shard,
             reproducible=settings.reproducible,
             ordered=True,
+            agree=group.agree,
         )
         for loader in several
     ]
-    return feeds, [limit_batches(feed.length, limit, f"limit_{name}_batches") for feed in feeds]
+    return feeds, [epoch_length(feed.length, feed.exact, limit, f"limit_{name}_batches") for feed in feeds]
 
 
-def agreed_limits(limits: Sequence[int | None], group: Group) -> list[int | None]:
-    """For each loader, the largest number of batches of any rank; None if it is unknown.
+def agreed_length(length: EpochLength, group: Group) -> EpochLength:
+    """The largest length of any rank; it is certain if it is certain on every rank.
 
     Ranks may have loaders of different length (``use_distributed_sampler=False``), but intervals and the end of an
     epoch must fall on the same step on every rank.
     """
     if group.size == 1:
-        return list(limits)
-    rows = group.agree([math.inf if limit is None else limit for limit in limits])
-    return [None if math.isinf(longest) else int(longest) for longest in map(max, *rows)]
+        return length
+    unknown = math.inf
+    expected = unknown if length.expected is None else length.expected
+    limit = unknown if length.limit is None else length.limit
+    rows = group.agree([expected, limit, not length.certain])
+    longest, furthest, uncertain = map(max, zip(*rows, strict=True))
+    return EpochLength(
+        expected=None if math.isinf(longest) else int(longest),
+        limit=None if math.isinf(furthest) else int(furthest),
+        certain=not uncertain,
+    )
 
 
 def _one_after_the_other(loaders: Any) -> list[Any]:

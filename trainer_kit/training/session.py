@@ -324,8 +324,8 @@ class Session:
 
     @property
     def is_last_batch(self) -> bool:
-        """Whether this training batch is the last of its epoch; False if the length is unknown."""
-        return self.run is not None and self.run.micro.index + 1 >= self.num_training_batches
+        """Whether this training batch is the last of its epoch by the loader's length; False if that is unknown."""
+        return self.run is not None and self.run.micro.index + 1 == self.num_training_batches
 
     @property
     def epoch_is_whole(self) -> bool:
@@ -502,7 +502,8 @@ class Session:
             if loaders is None:
                 return 0
             feed = training_feed(loaders, self.settings, self.strategy.data, self.data_seed, self.accumulation)
-            self._training_batches = math.inf if feed[1] is None else feed[1]
+            expected = feed[1].expected
+            self._training_batches = math.inf if expected is None else expected
         return self._training_batches
 
     @num_training_batches.setter

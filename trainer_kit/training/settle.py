@@ -20,6 +20,7 @@ from trainer_kit.step.schedule import LONGEST
 __all__ = [
     "check_trained",
     "continues",
+    "epoch_is_over",
     "next_due",
     "settle_end",
     "settle_epoch",
@@ -65,6 +66,8 @@ def settle_step(run: Fit) -> bool:
     if (agrees or requests.named) and not over:
         save_requested(run)
     run.due = next_due(run)  # before the check for signals: the next signal sets it to 0
+    if over and not schedule.length.certain:
+        run.due = progress.step + 1  # if the epoch goes on, what was put off until its end is settled there
     if run.saver.ended and run.strategy.world.size == 1:
         run.wake()  # it ended after the check above
     if run.guard is not None and run.finite == progress.step and not (over or leaves):
@@ -72,6 +75,13 @@ def settle_step(run: Fit) -> bool:
     if listens:
         _leave_on_signal(run)
     return leaves
+
+
+def epoch_is_over(run: Fit) -> bool:
+    """Whether the epoch that is left after this step has no batch left. Every rank must call it."""
+    if not run.schedule.epoch_is_over(run.progress):
+        return False
+    return run.schedule.length.certain or not run.windows.has_more()
 
 
 def _act(run: Fit, together: bool) -> None:
@@ -89,7 +99,7 @@ def _advance_waiting(run: Fit) -> None:
     In an epoch of unknown length it may follow any step: there they advance at the end, or before the next step.
     """
     schedule, progress = run.schedule, run.progress
-    may_be_last = schedule.batches is None or schedule.epoch_is_over(progress)
+    may_be_last = not schedule.length.certain or schedule.epoch_is_over(progress)
     if run.stepper.waiting and not (may_be_last and schedule.validates_at_epoch_end(progress)):
         run.stepper.advance_waiting()
 
@@ -221,7 +231,8 @@ def continues(run: Fit) -> bool:
     """Whether training starts: no limit is reached, and no stop request is granted before the first step."""
     _unite(run)
     reached = run.schedule.finished(run.progress)
-    if reached is not None and run.windows.feed.length == 0 and run.progress.batch == 0 and run.schedule.batches == 0:
+    empty = run.windows.feed.length == 0 and run.schedule.length.expected == 0
+    if reached is not None and empty and run.progress.batch == 0:
         raise _no_batch(run)
     if reached is not None:
         run.say(f"nothing to train: {reached}")

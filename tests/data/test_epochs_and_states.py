@@ -1,0 +1,222 @@
+"""Epochs reach copies of a data set in workers, and a loader is not asked for its state before that is restored."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+import trainer_kit as tk
+from trainer_kit.core.errors import CheckpointError
+from trainer_kit.data.sources import shuffle_buffer
+
+OPTIONS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
+
+
+class HasEpoch:
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+class Shuffled(HasEpoch, IterableDataset[Any]):
+    """Another order in each epoch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(12))
+        random.Random(self.epoch).shuffle(order)
+        yield from torch.tensor(order).float().unsqueeze(1)
+
+
+class Grows(HasEpoch, Dataset[Any]):
+    """A map-style data set, each sample of which shows the epoch of this copy."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(self.epoch)])
+
+
+class Collates(HasEpoch):
+    def __call__(self, samples: list[Any]) -> Any:
+        return torch.stack(samples) * 0 + self.epoch
+
+
+class Sees(tk.TrainModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen += batch.flatten().tolist()
+        return self.layer(batch / 20).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fitted(loader: Any, path: Any = None, **options: Any) -> tuple[tk.Trainer, list[float]]:
+    module = Sees()
+    trainer = tk.Trainer(**OPTIONS, **options)
+    trainer.fit(module, loader, ckpt_path=path)
+    return trainer, module.seen
+
+
+@pytest.mark.slow
+def test_persistent_workers_read_each_epoch_in_its_own_order(tmp_path: Path) -> None:
+    def loader() -> DataLoader[Any]:
+        return DataLoader(Shuffled(), batch_size=2, num_workers=1, persistent_workers=True)
+
+    _, seen = fitted(loader(), max_epochs=2)
+    orders = [list(range(12)), list(range(12))]
+    for epoch, order in enumerate(orders):
+        random.Random(epoch).shuffle(order)
+    assert seen == [float(i) for order in orders for i in order]
+    trainer, _ = fitted(loader(), max_steps=8)
+    trainer.save_checkpoint(tmp_path / "state")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, rest = fitted(loader(), tmp_path / "state", max_epochs=2)
+    assert rest == seen[16:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["data set", "inside", "collate_fn"])
+def test_persistent_workers_of_a_map_style_data_set(name: str) -> None:
+    data: Any = Subset(Grows(), range(4)) if name == "inside" else Grows()
+    options: dict[str, Any] = {"collate_fn": Collates()} if name == "collate_fn" else {}
+    loader = DataLoader(data, batch_size=2, num_workers=1, persistent_workers=True, **options)
+    _, seen = fitted(loader, max_epochs=3)
+    assert seen == [float(epoch) for epoch in range(3) for _ in range(4)]
+
+
+@pytest.mark.slow
+def test_persistent_workers_with_the_accelerator() -> None:
+    loader = tk.Accelerator(cpu=True).prepare(DataLoader(Shuffled(), num_workers=1, persistent_workers=True))
+    first, second = ([float(batch) for batch in loader] for _ in range(2))
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_other_persistent_workers_stay() -> None:
+    from trainer_kit.data.place import copied
+
+    plain: Any = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    moves: Any = DataLoader(Shuffled(), num_workers=1, persistent_workers=True)
+    assert (copied(plain)[0].persistent_workers, copied(moves)[0].persistent_workers) == (True, False)
+    assert moves.persistent_workers  # the user's loader does not change
+
+
+class Begins:
+    """As ``torchdata.nodes.Loader``: asked for its state it begins to read, and takes no other state afterwards."""
+
+    def __init__(self, count: int = 6) -> None:
+        self.count = count
+        self.at: int | None = None
+        self.loaded: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.at is None or self.at >= self.count:
+            self.at = 0 if self.loaded is None else self.loaded
+            self.loaded = None
+        while self.at < self.count:
+            self.at += 1
+            yield torch.tensor([[float(self.at - 1)]])
+
+    def state_dict(self) -> dict[str, Any]:
+        self.at = 0 if self.at is None else self.at
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loaded = state["at"]
+
+
+def test_a_state_is_not_asked_for_before_it_is_restored(tmp_path: Path) -> None:
+    _, seen = fitted(Begins(), max_epochs=2)
+    trainer, _ = fitted(Begins(), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "state")
+    options = {**OPTIONS, "enable_checkpointing": True}  # the state is tried before the first step
+    module = Sees()
+    tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(module, Begins(), ckpt_path=tmp_path / "state")
+    assert module.seen == seen[2:]
+
+
+def test_torchdata_nodes_resume(tmp_path: Path) -> None:
+    nodes = pytest.importorskip("torchdata.nodes")
+
+    def loader() -> Any:
+        order = torch.utils.data.RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
+        batch = nodes.Batcher(nodes.SamplerWrapper(order), 2)
+        return nodes.Loader(nodes.Mapper(batch, lambda ids: torch.tensor(ids).float().unsqueeze(1)))
+
+    _, seen = fitted(loader(), max_epochs=2)
+    trainer, _ = fitted(loader(), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "state")
+    options = {**OPTIONS, "enable_checkpointing": True}
+    module = Sees()
+    tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(module, loader(), ckpt_path=tmp_path / "state")
+    assert module.seen == seen[4:]
+    assert sorted(seen[12:]) == sorted(seen[:12])
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Unsaveable(Begins):
+        def state_dict(self) -> dict[str, Any]:
+            return {"at": object()}
+
+    module = Sees()
+    options = {**OPTIONS, "enable_checkpointing": True}
+    with pytest.raises(CheckpointError, match="object"):
+        tk.Trainer(**options, max_epochs=1, default_root_dir=tmp_path).fit(module, Unsaveable())
+    assert module.seen == []
+
+
+class BufferShuffledExamplesIterable:
+    """Named as that of Hugging Face datasets."""
+
+    def __init__(self, size: int) -> None:
+        self.buffer_size = size
+
+
+class Buffered(IterableDataset[Any]):
+    def __init__(self, size: int) -> None:
+        self._ex_iterable = SimpleNamespace(ex_iterable=BufferShuffledExamplesIterable(size))
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 4:
+            self.at += 1
+            yield torch.tensor([self.at - 1.0])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+def test_a_resume_with_a_shuffle_buffer_says_that_it_is_not_exact(tmp_path: Path) -> None:
+    assert [shuffle_buffer(DataLoader(Buffered(size))) for size in (16, 1)] == [16, 0]
+    trainer, _ = fitted(DataLoader(Buffered(16)), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "state")
+    with pytest.warns(UserWarning, match="not exact: the data set shuffles in a buffer of 16") as lines:
+        fitted(DataLoader(Buffered(16)), tmp_path / "state", max_epochs=2)
+    assert len([line for line in lines if "not exact" in str(line.message)]) == 1

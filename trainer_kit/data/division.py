@@ -1,0 +1,185 @@
+"""Loaders that divide the data among ranks by themselves: recognized by attributes, or by their first batch.
+
+No library is imported for it: a part of a loader that divides the data holds the number of ranks and its own rank.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer_kit.core.errors import DataError
+
+__all__ = ["Division", "check_division", "divide_by_itself", "fingerprint", "loader_parts", "worker_parts"]
+
+_PARTS: Final = (
+    "dataset",
+    "datasets",
+    "_datasets",
+    "sampler",
+    "batch_sampler",
+    "base_sampler",
+    "collate_fn",
+    "source",
+    "root",
+    "pipeline",
+)
+"""Attributes that hold a part of a loader, in torch, torchdata, litdata, MosaicML streaming and webdataset."""
+
+_WORKER_PARTS: Final = ("dataset", "datasets", "_datasets", "collate_fn", "source", "pipeline")
+"""The same, for what worker processes copy."""
+
+_ENVIRONMENTS: Final = ("distributed_env", "_distributed", "_parallel_rank_world")
+"""Attributes of data sets that hold the ranks: litdata, Hugging Face ``split_dataset_by_node``, MosaicML streaming."""
+
+_RANKS: Final = (
+    ("num_replicas", "rank"),
+    ("world_size", "rank"),
+    ("world_size", "global_rank"),
+    ("_world_size", "_rank"),
+    ("num_ranks", "rank"),
+    ("num_processes", "process_index"),
+    ("data_parallel_size", "data_parallel_rank"),
+)
+"""Attributes for the number of ranks and this rank."""
+
+_DEEPEST: Final = 6
+_MEMBERS: Final = 16
+
+
+class Division(NamedTuple):
+    """How a part of a loader divides the data."""
+
+    part: Any
+    """The sampler or data set that divides."""
+    ranks: int
+    """The number of ranks that it divides for."""
+    rank: int
+    """The rank whose data it yields here."""
+
+
+def loader_parts(loader: Any, names: tuple[str, ...] = _PARTS) -> Iterator[Any]:
+    """Yield a loader and the parts inside it, each once, the outer ones first.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, SequentialSampler
+        >>> any(isinstance(part, SequentialSampler) for part in loader_parts(DataLoader(range(3))))
+        True
+    """
+    seen: set[int] = set()
+    level = [loader]
+    for _ in range(_DEEPEST):
+        inside: list[Any] = []
+        for part in level:
+            if id(part) in seen:
+                continue
+            seen.add(id(part))
+            yield part
+            inside += _members(part, names)
+        level = inside
+
+
+def _members(part: Any, names: tuple[str, ...]) -> list[Any]:
+    if isinstance(part, Mapping):
+        return list(islice(part.values(), _MEMBERS))
+    if isinstance(part, (list, tuple)):
+        return list(part[:_MEMBERS])
+    attributes = getattr(part, "__dict__", {})
+    return [attributes[name] for name in names if attributes.get(name) is not None]
+
+
+def worker_parts(loader: Any) -> list[Any]:
+    """Return the parts of a loader that its worker processes copy, the outer ones first.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, Subset
+        >>> data = Subset(range(3), [0])
+        >>> data in worker_parts(DataLoader(data))
+        True
+    """
+    return list(loader_parts(loader, _WORKER_PARTS))[1:]
+
+
+def _division_of(part: Any) -> Division | None:
+    for owner in (part, *(getattr(part, "__dict__", {}).get(name) for name in _ENVIRONMENTS)):
+        attributes = getattr(owner, "__dict__", {})
+        for size_name, rank_name in _RANKS:
+            size, rank = attributes.get(size_name), attributes.get(rank_name)
+            if isinstance(size, int) and isinstance(rank, int):
+                return Division(part, size, rank)
+    return None
+
+
+def divide_by_itself(loader: Any, names: tuple[str, ...] = _PARTS) -> Division | None:
+    """Return how a loader divides the data among ranks, as far as its attributes tell; None if they do not.
+
+    A part that was made for one rank divides nothing.
+
+    Example:
+        >>> from torch.utils.data import DataLoader, DistributedSampler
+        >>> data = range(4)
+        >>> division = divide_by_itself(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=1)))
+        >>> division.ranks, division.rank
+        (2, 1)
+    """
+    for part in loader_parts(loader, names):
+        division = _division_of(part)
+        if division is not None and division.ranks > 1:
+            return division
+    return None
+
+
+def check_division(division: Division, rank: int, size: int) -> None:
+    """Raise `DataError` if the loader divides the data for other ranks than those of the run."""
+    if (division.ranks, division.rank) != (size, rank):
+        raise DataError(
+            f"this {type(division.part).__name__} divides the data differently from the strategy",
+            found=f"{division.ranks} ranks, rank {division.rank} on data rank {rank} of {size}",
+            fix="let it divide the data for the data ranks, or pass use_distributed_sampler=False to leave it alone",
+        )
+
+
+def fingerprint(batch: Any) -> int:
+    """Return a number for the content of a batch, the same in every process, that a float64 can hold.
+
+    Example:
+        >>> import torch
+        >>> fingerprint({"x": torch.ones(2)}) == fingerprint({"x": torch.ones(2)}) != fingerprint({"x": torch.zeros(2)})
+        True
+    """
+    return _crc(batch, 0)
+
+
+def _crc(value: Any, crc: int) -> int:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            crc = _crc(item, _crc(key, crc))
+        return crc
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            crc = _crc(item, crc)
+        return crc
+    try:
+        return zlib.crc32(_content(value), crc)
+    except Exception:  # an object that cannot be read here: its type counts
+        return zlib.crc32(type(value).__qualname__.encode(), crc)
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        host = value.detach().cpu().contiguous()  # sync point: once in a run
+        return host.flatten().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, (str, int, float, bool, complex, type(None))):
+        return repr(value).encode()
+    return pickle.dumps(value)
