@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, default_collate
 
 from trainer_kit.accelerator.accumulation import Accumulation
+from trainer_kit.accelerator.split_batches import split_loader
 from trainer_kit.accelerator.uneven_batches import Turn, evened, filled
 from trainer_kit.compat.options import DataLoaderConfiguration
 from trainer_kit.core.collective_errors import on_rank_zero
@@ -788,7 +788,7 @@ def prepare_loader(
     """
     batch_size, source = None, loader
     if config.split_batches:
-        batch_size, source = _split_loader(loader, group.size)
+        batch_size, source = split_loader(loader, group.size)
     stream = not Feed(source, seed=seed).indexed
     asked = config.dispatch_batches
     division = divide_by_itself(loader) if stream and group.size > 1 else None
@@ -821,78 +821,6 @@ def prepare_loader(
     if stream and not asked:
         prepared.compare_first()
     return prepared
-
-
-def _split_loader(loader: Any, processes: int) -> tuple[int | None, Any]:
-    """Return the batch size of a process under ``split_batches``, and the loader to read.
-
-    A batch sampler has its own batch size: the loader gets another one, which yields the parts of each batch.
-
-    Raises:
-        ConfigurationError: the batch size is unknown, or not divisible by the number of processes.
-    """
-    batches = getattr(loader, "batch_sampler", None)
-    by_sampler = getattr(loader, "batch_size", None) is None and batches is not None
-    owner = batches if by_sampler else loader
-    whole = getattr(owner, "batch_size", None)
-    if not isinstance(whole, int):
-        raise ConfigurationError(
-            "split_batches needs to know the batch size, to divide it by the number of processes",
-            found=f"a {type(owner).__name__} without a number as batch_size",
-            fix="give it the attribute batch_size, or leave split_batches out",
-        )
-    if whole % processes:
-        raise ConfigurationError(
-            "split_batches needs a batch size that is divisible by the number of processes",
-            found=f"batch_size={whole} over {processes} processes",
-            fix=f"use a multiple of {processes}, or leave split_batches out",
-        )
-    if not by_sampler:
-        return whole // processes, loader
-    divided = copy.copy(loader)
-    # DataLoader.__setattr__ refuses to set these.
-    divided.__dict__.update(_iterator=None, batch_sampler=_BatchParts(batches, whole, processes))
-    return None, divided
-
-
-@final
-class _BatchParts(BatchSampler):
-    """The parts of each batch of a batch sampler, one after the other, as many as there are processes."""
-
-    def __init__(self, batches: Any, batch_size: int, processes: int) -> None:
-        self.batches = batches
-        self.batch_size = batch_size // processes
-        self._whole = batch_size
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batches":
-            raise AttributeError(name)
-        return getattr(self.batches, name)
-
-    def __len__(self) -> int:
-        parts = self._whole // self.batch_size
-        whole, rest = divmod(self._samples, self._whole) if self._samples is not None else (len(self.batches), 0)
-        return whole * parts + -(-rest // self.batch_size)
-
-    @property
-    def _samples(self) -> int | None:
-        """The number of samples in all batches, if torch's own batch sampler makes them."""
-        if type(self.batches) is not BatchSampler or self.batches.drop_last:
-            return None
-        sampler = self.batches.sampler
-        return len(sampler) if isinstance(sampler, Sized) else None
-
-    def __iter__(self) -> Iterator[Any]:
-        short = False
-        for batch in self.batches:
-            if short or len(batch) > self._whole:
-                raise ConfigurationError(
-                    "split_batches needs batches of one size, except the last",
-                    found=f"a batch of another size than batch_size={self._whole} of {type(self.batches).__name__}",
-                    fix="leave split_batches out",
-                )
-            short = len(batch) < self._whole
-            yield from (batch[at : at + self.batch_size] for at in range(0, len(batch), self.batch_size))
 
 
 def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:
