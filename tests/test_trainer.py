@@ -775,7 +775,7 @@ def test_the_root_is_the_working_directory_by_default(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trainer = make()
     assert os.path.samefile(trainer.default_root_dir, tmp_path)
-    assert trainer.log_dir is None
+    assert os.path.samefile(trainer.log_dir, tmp_path)
 
 
 def test_switched_off_nothing_is_written(tmp_path):
@@ -1204,7 +1204,7 @@ def test_parts_by_lightning_s_names():
     assert (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size) == (0, 0, 0, 1)
     assert (trainer.is_global_zero, trainer.num_devices) == (True, 1)
     assert isinstance(trainer.optimizers[0], torch.optim.SGD)
-    assert (trainer.logger, trainer.loggers, trainer.log_dir) == (None, [], None)
+    assert (trainer.logger, trainer.loggers, trainer.log_dir) == (None, [], trainer.default_root_dir)
     assert (trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps) == (2, -1, 50)
     assert trainer.current_epoch == 2
     assert trainer.precision == "32-true"

@@ -232,6 +232,7 @@ class Trainer(Session):
     ) -> None:
         accelerator = accelerator_word(accelerator)
         self.arguments = plain_arguments(locals())
+        plugins = as_list(plugins)  # an iterator can be read once
         refuse_checkpoint_io(plugins)
         callbacks = as_list(callbacks, Callback)
         _refuse(resume, reload_dataloaders_every_n_epochs)

@@ -76,6 +76,6 @@ def test_the_command_turns_the_first_script_into_the_second(page: str, tmp_path:
     script.write_text(before)
     moved = CliRunner().invoke(main, ["migrate", str(script), "--write"])
     assert moved.exit_code == 0, moved.output
-    findings = "; 1 findings: 1 weights" if page == "accelerate.md" else "; 0 findings"  # how windows are divided
+    findings = "; 1 finding: 1 weights" if page == "accelerate.md" else "; 0 findings"  # how windows are divided
     assert moved.output.splitlines()[-1].endswith(findings), moved.output
     assert script.read_text() == after

@@ -232,6 +232,7 @@ class Counts(Classifier):
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
+@pytest.mark.filterwarnings("ignore:the first batch of this DataLoader differs from rank to rank")
 def test_padding_batches_have_no_side_effects() -> None:
     """Uneven streams: rank 1 has two batches less; a validation of one sample gives it none at all."""
     results = []

@@ -414,6 +414,7 @@ class Prepared:
         self.loaders.clear()
         self._strategy.stop()
         self._precision.abandon_step()  # the gradient scaler keeps state per optimizer
+        self.checks.end_calls()
         self.checks = _LoopChecks(self._strategy, self._processes.print, self.models, self._accumulation)
         self._accumulation.reset()
 
@@ -487,9 +488,10 @@ class _LoopChecks:
             self._uncalled.discard(called)
             self._compare_devices(called, arguments)
         if not self._uncalled or self._calls_left == 0:
-            self._end_calls()
+            self.end_calls()
 
-    def _end_calls(self) -> None:
+    def end_calls(self) -> None:
+        """Check no further first calls."""
         self._uncalled.clear()
         registered = None if self._calls is None else self._calls.detach()
         self._calls = None
@@ -540,7 +542,7 @@ class _LoopChecks:
         if self._looks >= _LOOKS * steps:
             self.active = False
             self._end_look()
-            self._end_calls()
+            self.end_calls()
 
     def _look_at_steps(self, harm: str) -> None:
         """Raise an error before an unprepared optimizer steps a prepared model.

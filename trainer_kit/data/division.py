@@ -5,7 +5,6 @@ No library is imported for it: a part of a loader that divides the data holds th
 
 from __future__ import annotations
 
-import pickle
 import zlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -52,6 +51,7 @@ _RANKS: Final = (
 
 _DEEPEST: Final = 6
 _MEMBERS: Final = 16
+_PLAIN: Final = (Tensor, np.ndarray, np.generic, bytes, str, int, float, complex, type(None))
 
 
 class Division(NamedTuple):
@@ -157,18 +157,24 @@ def fingerprint(batch: Any) -> int:
     return _crc(batch, 0)
 
 
-def _crc(value: Any, crc: int) -> int:
+def _crc(value: Any, crc: int, depth: int = 0) -> int:
     if isinstance(value, Mapping):
         for key, item in value.items():
-            crc = _crc(item, _crc(key, crc))
+            crc = _crc(item, _crc(key, crc, depth), depth)
         return crc
     if isinstance(value, (list, tuple)):
         for item in value:
-            crc = _crc(item, crc)
+            crc = _crc(item, crc, depth)
         return crc
+    if not isinstance(value, _PLAIN):
+        crc = zlib.crc32(type(value).__qualname__.encode(), crc)
+        attributes = getattr(value, "__dict__", None)
+        if depth == _DEEPEST or not isinstance(attributes, dict):
+            return crc
+        return _crc(attributes, crc, depth + 1)
     try:
         return zlib.crc32(_content(value), crc)
-    except Exception:  # an object that cannot be read here: its type counts
+    except Exception:  # a tensor whose values cannot be read here: its type counts
         return zlib.crc32(type(value).__qualname__.encode(), crc)
 
 
@@ -176,10 +182,6 @@ def _content(value: Any) -> bytes:
     if isinstance(value, Tensor):
         host = value.detach().cpu().contiguous()  # sync point: once in a run
         return host.flatten().view(torch.uint8).numpy().tobytes()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, (np.ndarray, np.generic)):
         return value.tobytes()
-    if isinstance(value, bytes):
-        return value
-    if isinstance(value, (str, int, float, bool, complex, type(None))):
-        return repr(value).encode()
-    return pickle.dumps(value)
+    return value if isinstance(value, bytes) else repr(value).encode()

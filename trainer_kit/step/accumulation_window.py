@@ -102,6 +102,10 @@ class WindowLoader:
             return more
         return any(row[0] for row in self.group.agree([more]))
 
+    def release(self) -> None:
+        """Release the batches of an epoch that an error ended."""
+        self._batches = iter(())
+
     def _without(self, windows: Iterator[MicroBatches], progress: Progress) -> Iterator[MicroBatches]:
         """Replace the windows of steps in ``left_out`` by windows without micro-batches: nothing is trained on them."""
         for micro in windows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -15,6 +16,10 @@ __all__ = ["remember_effects"]
 
 _LARGEST: Final = 2**16
 """Elements of a tensor attribute that is copied; a larger one is data, not a count."""
+
+
+_ENGINE: Final = re.compile(r"ds_|applied_pre_backward_ref_cnt$|(pre|post)_bwd_fn$|need_full_gather|all_parameters$")
+"""Attributes of modules in which DeepSpeed keeps the progress of its forward and backward passes."""
 
 
 def remember_effects(module: nn.Module, callbacks: Iterable[Any] = (), attributes: bool = True) -> Callable[[], None]:
@@ -58,7 +63,7 @@ def remember_effects(module: nn.Module, callbacks: Iterable[Any] = (), attribute
 
 
 def _public(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if name[0] != "_"}
+    return {name: value for name, value in vars(part).items() if name[0] != "_" and not _ENGINE.match(name)}
 
 
 def _is_of_user(part: nn.Module) -> bool:

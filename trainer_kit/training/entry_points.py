@@ -246,6 +246,7 @@ class EntryPoint:
                 ActivationCheckpointing().undo(self.module)
             if self.trainer.run is not None:
                 self.trainer.run.micro.release()
+                self.trainer.run.windows.release()
                 self.trainer.run.saver.buffers.clear()
 
     def _finalize(self, error: BaseException | None) -> None:
