@@ -145,6 +145,8 @@ def test_names_under_ddp_and_fsdp(tmp_path):
             torch.testing.assert_close(one, other)
 
 
+# torch warns of the hook that checks the first call of a prepared model, if another one is compiled before that call.
+@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks on modules")
 def test_an_accelerator_saves_plain_names_and_loads_them(tmp_path):
     for compiled in (True, False):
         accelerator = tk.Accelerator(cpu=True)
