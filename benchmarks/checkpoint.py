@@ -66,10 +66,14 @@ def peak() -> int:
         status = Path("/proc/self/status").read_text()
     except FileNotFoundError:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return 1024 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")
+    )
 
 
-def run_ours(layers: int, steps: int, every: int | None, directory: Path, behind: bool) -> list[float]:
+def run_ours(
+    layers: int, steps: int, every: int | None, directory: Path, behind: bool
+) -> list[float]:
     import trainer_kit as tk
 
     class Net(tk.TrainModule):
@@ -88,7 +92,9 @@ def run_ours(layers: int, steps: int, every: int | None, directory: Path, behind
     class Clock(tk.Callback):
         """From the start of one step to the start of the next: whatever is between them belongs to the first."""
 
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             starts.append(time.perf_counter())
 
     starts: list[float] = []
@@ -108,7 +114,9 @@ def run_ours(layers: int, steps: int, every: int | None, directory: Path, behind
     return [after - before for before, after in itertools.pairwise(starts)]
 
 
-def run_plain(layers: int, steps: int, every: int, save: Callable[[Any, Any, int], None]) -> list[float]:
+def run_plain(
+    layers: int, steps: int, every: int, save: Callable[[Any, Any, int], None]
+) -> list[float]:
     import torch
 
     net = model(layers)
@@ -158,7 +166,11 @@ def torch_async(directory: Path) -> Callable[[Any, Any, int], None]:
         if under_way:
             under_way.pop().result()
         weights, moments = get_state_dict(net, optimizer)
-        under_way.append(dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=directory / str(step)))
+        under_way.append(
+            dcp.async_save(
+                {"model": weights, "optimizer": moments}, checkpoint_id=directory / str(step)
+            )
+        )
         for old in directory.iterdir():
             if old.name not in (str(step), str(step - 1)) and int(old.name) < step - 2:
                 shutil.rmtree(old)
@@ -174,11 +186,20 @@ def measure(case: str, layers: int, steps: int, every: int, directory: Path) -> 
     if case.startswith("ours"):
         times = run_ours(layers, steps, every, directory, case == "ours")
     else:
-        times = run_plain(layers, steps, every, {"torch_save": torch_save, "torch_async": torch_async}[case](directory))
+        times = run_plain(
+            layers,
+            steps,
+            every,
+            {"torch_save": torch_save, "torch_async": torch_async}[case](directory),
+        )
     # The first save is counted by itself: its memory is new.
     first = times[every - 1]
-    with_save = [seconds for step, seconds in enumerate(times, 1) if step % every == 0 and step > every]
-    beside = [seconds for step, seconds in enumerate(times, 1) if step % every == 1 and step > every]
+    with_save = [
+        seconds for step, seconds in enumerate(times, 1) if step % every == 0 and step > every
+    ]
+    beside = [
+        seconds for step, seconds in enumerate(times, 1) if step % every == 1 and step > every
+    ]
     without = [seconds for step, seconds in enumerate(times, 1) if step > 2 and step < every]
     step = statistics.median(without)
     return {
@@ -204,7 +225,9 @@ def measure_memory(layers: int, directory: Path) -> dict[str, float]:
     peaks = []
     for case in ("none", "ours"):
         with tempfile.TemporaryDirectory(dir=directory) as place:
-            peaks.append(in_process("peak", str(layers), case, place, MALLOC_MMAP_THRESHOLD_=str(1 << 20)))
+            peaks.append(
+                in_process("peak", str(layers), case, place, MALLOC_MMAP_THRESHOLD_=str(1 << 20))
+            )
     without, with_saves = peaks
     return {"without_gb": without / 1e9, "copies": (with_saves - without) / state_size(layers)}
 
@@ -279,7 +302,9 @@ def state_size(layers: int) -> int:
 def in_process(*arguments: str, **environment: str) -> Any:
     """One measurement in a fresh process."""
     command = [sys.executable, __file__, "--only", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, **environment}
+    )
     if ran.returncode:
         sys.exit(f"{' '.join(arguments)} failed:\n{ran.stdout}{ran.stderr}")
     return json.loads(ran.stdout.splitlines()[-1])
@@ -287,12 +312,22 @@ def in_process(*arguments: str, **environment: str) -> Any:
 
 def report(options: argparse.Namespace) -> dict[str, Any]:
     layers, steps, every = str(options.layers), str(options.steps), str(options.every)
-    directory = options.directory or ("/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir())
+    directory = options.directory or (
+        "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
+    )
     size = state_size(options.layers) / 1e9
-    print(f"{size:.2f} GB of state, a save every {every} of {steps} steps, one thread, in {directory}\n", flush=True)
+    print(
+        f"{size:.2f} GB of state, a save every {every} of {steps} steps, one thread, in {directory}\n",
+        flush=True,
+    )
     found: dict[str, Any] = {"copy": in_process("copy", layers)}
-    print(f"one copy of the state       {found['copy']:7.3f} s (the stall may be 1.1 of it)", flush=True)
-    print(f"\n{'':14}{'step':>9}{'stall':>9}{'first':>9}{'beside':>9}{'of 100 steps':>14}{'peak':>10}")
+    print(
+        f"one copy of the state       {found['copy']:7.3f} s (the stall may be 1.1 of it)",
+        flush=True,
+    )
+    print(
+        f"\n{'':14}{'step':>9}{'stall':>9}{'first':>9}{'beside':>9}{'of 100 steps':>14}{'peak':>10}"
+    )
     cases = options.case or CASES
     for case in (case for case in cases if case != "memory"):
         with tempfile.TemporaryDirectory(dir=directory) as place:
@@ -306,9 +341,12 @@ def report(options: argparse.Namespace) -> dict[str, Any]:
     if "memory" in cases:
         one = found["memory"] = measure_memory(options.layers, Path(directory))
         print(
-            f"\nmemory of saves {one['copies']:.3f} copies of the state, beside {one['without_gb']:.2f} GB", flush=True
+            f"\nmemory of saves {one['copies']:.3f} copies of the state, beside {one['without_gb']:.2f} GB",
+            flush=True,
         )
-    print(f"\n{'':14}{'save':>9}{'verify':>9}{'':>12}{'load':>9}{'resume':>9}{'torch.save':>12}{'torch.load':>12}")
+    print(
+        f"\n{'':14}{'save':>9}{'verify':>9}{'':>12}{'load':>9}{'resume':>9}{'torch.save':>12}{'torch.load':>12}"
+    )
     for name, count in (("whole", layers), ("100 MB", str(SMALL))):
         with tempfile.TemporaryDirectory(dir=directory) as place:
             one = found[name] = in_process("reading", count, place)
@@ -332,9 +370,15 @@ def only(arguments: list[str]) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", action="append", choices=CASES, help="one of them; may be repeated")
-    parser.add_argument("--layers", type=int, default=12, help="of 8 M parameters, 96 MB of state each (12)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", action="append", choices=CASES, help="one of them; may be repeated"
+    )
+    parser.add_argument(
+        "--layers", type=int, default=12, help="of 8 M parameters, 96 MB of state each (12)"
+    )
     parser.add_argument("--steps", type=int, default=62, help="of training (62)")
     parser.add_argument(
         "--every",
@@ -347,7 +391,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.every < 4 or options.steps <= 2 * options.every:
-        parser.error("steps without a save are needed too: --every of 4 or more, --steps of more than twice that")
+        parser.error(
+            "steps without a save are needed too: --every of 4 or more, --steps of more than twice that"
+        )
     if options.only:
         print(json.dumps(only(options.only)))
         return

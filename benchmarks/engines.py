@@ -72,7 +72,9 @@ def measure(engine: str, loop: str, sizes: dict[str, int], out: Path) -> None:
     if engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         importlib.import_module("deepspeed")
-    LOOPS["plain"](Work(engine="none", width=32, layers=1, length=2, batch=1, steps=2))  # imports more, once used
+    LOOPS["plain"](
+        Work(engine="none", width=32, layers=1, length=2, batch=1, steps=2)
+    )  # imports more, once used
     work = Work(engine=engine, **sizes)
     before = memory_peak()
     model = LOOPS[loop](work)
@@ -82,8 +84,12 @@ def measure(engine: str, loop: str, sizes: dict[str, int], out: Path) -> None:
     rank = int(os.environ["RANK"])
     if rank == 0:
         torch.save([weight.detach().clone() for weight in weights], out / "weights.pt")
-    steps = [after - start for start, after in zip(work.starts, work.starts[1:], strict=False)][WARM:]
-    (out / f"rank-{rank}.json").write_text(json.dumps({"ms": 1e3 * statistics.median(steps), "mb": peak / 1e6}))
+    steps = [after - start for start, after in zip(work.starts, work.starts[1:], strict=False)][
+        WARM:
+    ]
+    (out / f"rank-{rank}.json").write_text(
+        json.dumps({"ms": 1e3 * statistics.median(steps), "mb": peak / 1e6})
+    )
     # torch's gloo may abort a process that shuts down Python while a thread of its own lets go of the last collective.
     os._exit(0)
 
@@ -93,13 +99,24 @@ def spawn(engine: str, loop: str, sizes: dict[str, int]) -> tuple[dict[str, floa
     import torch
 
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, str(Path(__file__).resolve()), "--measure", engine, loop, directory]
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--measure",
+            engine,
+            loop,
+            directory,
+        ]
         command += [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
         port = free_port()
         logs = [open(Path(directory) / f"{rank}.log", "w+b") for rank in range(WORLD)]  # noqa: SIM115
         processes = [
             subprocess.Popen(
-                command, env=environment(rank, WORLD, port), stdout=logs[rank], stderr=logs[rank], cwd=directory
+                command,
+                env=environment(rank, WORLD, port),
+                stdout=logs[rank],
+                stderr=logs[rank],
+                cwd=directory,
             )
             for rank in range(WORLD)
         ]
@@ -108,8 +125,13 @@ def spawn(engine: str, loop: str, sizes: dict[str, int]) -> tuple[dict[str, floa
         for log in logs:
             log.close()
         if any(codes):
-            raise RuntimeError(next(text for text, code in zip(said, codes, strict=True) if code)[-3000:] or str(codes))
-        ranks = [json.loads((Path(directory) / f"rank-{rank}.json").read_text()) for rank in range(WORLD)]
+            raise RuntimeError(
+                next(text for text, code in zip(said, codes, strict=True) if code)[-3000:]
+                or str(codes)
+            )
+        ranks = [
+            json.loads((Path(directory) / f"rank-{rank}.json").read_text()) for rank in range(WORLD)
+        ]
         weights = torch.load(Path(directory) / "weights.pt", weights_only=True)
         return {key: max(rank[key] for rank in ranks) for key in ranks[0]}, weights
 
@@ -132,8 +154,14 @@ def run_engine(engine: str, loops: list[str], rounds: int, sizes: dict[str, int]
                 result.rounds.append(numbers)
             except RuntimeError as error:
                 result.refused = str(error)
-            shown = "failed" if result.refused else ", ".join(f"{key} {value:.3g}" for key, value in numbers.items())
-            print(f"{engine} {index + 1}/{rounds} {result.loop}: {shown}", file=sys.stderr, flush=True)
+            shown = (
+                "failed"
+                if result.refused
+                else ", ".join(f"{key} {value:.3g}" for key, value in numbers.items())
+            )
+            print(
+                f"{engine} {index + 1}/{rounds} {result.loop}: {shown}", file=sys.stderr, flush=True
+            )
     return results
 
 
@@ -142,7 +170,11 @@ def check(ours: list[Any], theirs: list[Any]) -> None:
     import torch
 
     # Not Python's max, which passes a NaN by.
-    furthest = torch.stack([(mine - other).abs().max() for mine, other in zip(ours, theirs, strict=True)]).max().item()
+    furthest = (
+        torch.stack([(mine - other).abs().max() for mine, other in zip(ours, theirs, strict=True)])
+        .max()
+        .item()
+    )
     if not furthest <= TOLERANCE:
         raise RuntimeError(f"final weights differ by {furthest:.3g}")
 
@@ -156,9 +188,15 @@ def show(engine: str, results: list[Result]) -> None:
             continue
         ratio = result.median("ratio")
         over = " EXCEEDED" if ratio is not None and ratio > BUDGET else ""
-        note = f"  budget: {BUDGET:g}{over}" if result.loop == "trainer_kit" and ratio is not None else ""
+        note = (
+            f"  budget: {BUDGET:g}{over}"
+            if result.loop == "trainer_kit" and ratio is not None
+            else ""
+        )
         shown = "" if ratio is None else f"{ratio:.2f}"
-        print(f"{result.loop:<13}{shown:>7}{result.median('ms'):>12.1f}{result.median('mb'):>10.0f}{note}")
+        print(
+            f"{result.loop:<13}{shown:>7}{result.median('ms'):>12.1f}{result.median('mb'):>10.0f}{note}"
+        )
 
 
 def _installed(name: str) -> bool:
@@ -167,25 +205,46 @@ def _installed(name: str) -> bool:
 
 def main() -> int:
     everyone = list(dict.fromkeys(loop for loops in ENGINES.values() for loop in loops))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="default: all")
-    parser.add_argument("--loops", nargs="+", choices=everyone, help="default: those that are installed")
-    parser.add_argument("--rounds", type=int, default=5, help="fresh processes for each number (default: 5)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--engine", nargs="+", choices=list(ENGINES), default=list(ENGINES), help="default: all"
+    )
+    parser.add_argument(
+        "--loops", nargs="+", choices=everyone, help="default: those that are installed"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="fresh processes for each number (default: 5)"
+    )
     for name, value in {"width": 256, "layers": 4, "length": 64, "batch": 8, "steps": 40}.items():
         parser.add_argument(f"--{name}", type=int, default=value, help=f"default: {value}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement here")
-    parser.add_argument("--measure", nargs=3, metavar=("ENGINE", "LOOP", "DIRECTORY"), help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write every measurement here"
+    )
+    parser.add_argument(
+        "--measure", nargs=3, metavar=("ENGINE", "LOOP", "DIRECTORY"), help=argparse.SUPPRESS
+    )
     options = parser.parse_args()
     if options.steps < WARM + 2 or options.width % 32:
         parser.error(f"--steps: at least {WARM + 2}; --width: a multiple of 32")
-    sizes = {name: getattr(options, name) for name in ("width", "layers", "length", "batch", "steps")}
+    sizes = {
+        name: getattr(options, name) for name in ("width", "layers", "length", "batch", "steps")
+    }
     if options.measure:
         measure(*options.measure[:2], sizes, Path(options.measure[2]))
         return 0
     loops = options.loops or [loop for loop in everyone if _installed(loop)]
-    engines = [e for e in options.engine if e != "deepspeed" or importlib.util.find_spec("deepspeed") is not None]
+    engines = [
+        e
+        for e in options.engine
+        if e != "deepspeed" or importlib.util.find_spec("deepspeed") is not None
+    ]
     absent = [name for name in (*everyone, *options.engine) if name not in (*loops, *engines)]
-    print(f"measuring: {', '.join(loops)}" + (f"; left out: {', '.join(absent)}" if absent else ""), flush=True)
+    print(
+        f"measuring: {', '.join(loops)}" + (f"; left out: {', '.join(absent)}" if absent else ""),
+        flush=True,
+    )
     results = [result for e in engines for result in _measured(e, loops, options.rounds, sizes)]
     if options.json:
         options.json.write_text(json.dumps([vars(result) for result in results], indent=1))

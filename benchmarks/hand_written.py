@@ -90,7 +90,11 @@ def usual(work: Work) -> nn.Module:
             value = loss.item()
             writer.add_scalar("loss", value, index + 1)
             bar.set_postfix(loss=value, refresh=False)
-    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": len(work.batches)}
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": len(work.batches),
+    }
     torch.save(state, os.path.join(work.directory, "last.pt"))
     writer.close()
     work.clock.stop()

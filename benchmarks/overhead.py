@@ -139,7 +139,11 @@ def measure(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
         batches: Any = Batches(everything[rank::world])
         if case == "ddp2":
             samples = Samples(everything)
-            batches = samples.loader() if loop is peers.PEERS["trainer_kit"] else samples.shard(rank, world)
+            batches = (
+                samples.loader()
+                if loop is peers.PEERS["trainer_kit"]
+                else samples.shard(rank, world)
+            )
         with tempfile.TemporaryDirectory() as directory:
             work = Work(case, batches, clock, directory, **extra)
             finals.append(([p.detach().clone() for p in loop(work).parameters()], work.losses))
@@ -151,7 +155,11 @@ def measure(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
     ours = one(loop, **extra)
     after = one(plain)
     _check(finals)
-    result: dict[str, Any] = {"us": ours, "plain_us": (before + after) / 2, "ratio": 2 * ours / (before + after)}
+    result: dict[str, Any] = {
+        "us": ours,
+        "plain_us": (before + after) / 2,
+        "ratio": 2 * ours / (before + after),
+    }
     if case in BASE:
         result["over_bare"] = ours / one(plain, case=BASE[case])
     if extra:
@@ -173,7 +181,9 @@ def _check(finals: list[Any]) -> None:
     for weights, losses in others:
         for ours, theirs in zip(weights, plain, strict=True):
             if not torch.equal(ours, theirs):
-                raise SystemExit(f"final weights differ by {(ours - theirs).abs().max().item():.3g}")
+                raise SystemExit(
+                    f"final weights differ by {(ours - theirs).abs().max().item():.3g}"
+                )
         for name, value in plain_losses.items():
             if abs(losses[name] - value) > 1e-5:
                 raise SystemExit(f"the mean of {name} is {losses[name]}, by hand {value}")
@@ -203,10 +213,24 @@ def spawn(case: str, library: str, steps: int, count: bool) -> dict[str, Any]:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
         said: list[bytes] = []
         reader = threading.Thread(target=_drain, args=(ours, said))
-        command = [sys.executable, str(Path(__file__).resolve()), "--measure", case, library, "--steps", str(steps)]
+        command = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            "--measure",
+            case,
+            library,
+            "--steps",
+            str(steps),
+        ]
         command += ["--json", str(out), *(["--count"] if count else [])]
         processes = [
-            subprocess.Popen(command, env=environment(rank, world, port), stdout=theirs, stderr=theirs, cwd=directory)
+            subprocess.Popen(
+                command,
+                env=environment(rank, world, port),
+                stdout=theirs,
+                stderr=theirs,
+                cwd=directory,
+            )
             for port in [free_port()]
             for rank in range(world)
         ]
@@ -243,7 +267,11 @@ def run_case(case: str, libraries: list[str], rounds: int, steps: int) -> list[R
             except RuntimeError as error:
                 result.refused = str(error)
             shown = "failed" if result.refused else _numbers(result.rounds[-1])
-            print(f"{case} {index + 1}/{rounds} {result.library}: {shown}", file=sys.stderr, flush=True)
+            print(
+                f"{case} {index + 1}/{rounds} {result.library}: {shown}",
+                file=sys.stderr,
+                flush=True,
+            )
     return results
 
 
@@ -257,7 +285,9 @@ def show(case: str, results: list[Result]) -> None:
     keys = ["over_bare", "us", "plain_us", "extra_us", "calls", "plain_calls", "extra_calls"]
     if case == "import":
         columns, keys = ["seconds", "modules"], ["seconds", "modules"]
-    present = [index for index, key in enumerate(keys) if any(r.median(key) is not None for r in results)]
+    present = [
+        index for index, key in enumerate(keys) if any(r.median(key) is not None for r in results)
+    ]
     header = "" if case == "import" else f"{'ratio':>7} {'range':>11}"
     print(f"\n{case:<13}{header}" + "".join(f"{columns[index]:>10}" for index in present))
     for result in results:
@@ -273,7 +303,9 @@ def show(case: str, results: list[Result]) -> None:
         note = ""
         if (budget := result.budget()) is not None:
             key, limit = budget
-            note = f"  budget: {key.replace('_', ' ')} {limit:g}" + (" EXCEEDED" if result.over_budget() else "")
+            note = f"  budget: {key.replace('_', ' ')} {limit:g}" + (
+                " EXCEEDED" if result.over_budget() else ""
+            )
         print(f"{result.library:<13}" + "".join(cells) + note)
 
 
@@ -282,12 +314,24 @@ def _installed(library: str) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all")
-    parser.add_argument("--frameworks", nargs="+", choices=EVERY_LIBRARY, help="default: those that are installed")
-    parser.add_argument("--rounds", type=int, default=5, help="fresh processes for each number (default: 5)")
-    parser.add_argument("--steps", type=int, default=2000, help="steps that are timed (default: 2000)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement here")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--case", nargs="+", choices=list(CASES), default=list(CASES), help="default: all"
+    )
+    parser.add_argument(
+        "--frameworks", nargs="+", choices=EVERY_LIBRARY, help="default: those that are installed"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=5, help="fresh processes for each number (default: 5)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="steps that are timed (default: 2000)"
+    )
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="also write every measurement here"
+    )
     parser.add_argument("--measure", nargs=2, metavar=("CASE", "LIBRARY"), help=argparse.SUPPRESS)
     parser.add_argument("--count", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -302,7 +346,11 @@ def main() -> int:
         return 0
     libraries = options.frameworks or [name for name in EVERY_LIBRARY if _installed(name)]
     absent = [name for name in EVERY_LIBRARY if name not in libraries]
-    print(f"measuring: {', '.join(libraries)}" + (f"; left out: {', '.join(absent)}" if absent else ""), flush=True)
+    print(
+        f"measuring: {', '.join(libraries)}"
+        + (f"; left out: {', '.join(absent)}" if absent else ""),
+        flush=True,
+    )
     everything: list[Result] = []
     for case in options.case:
         results = run_case(case, libraries, options.rounds, options.steps)

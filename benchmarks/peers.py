@@ -92,12 +92,17 @@ def _trainer(work: Work, base: type[Any], library: Any, kwargs: dict[str, Any]) 
         kwargs |= {"logger": logger, "log_every_n_steps": LOG_EVERY, "enable_model_summary": False}
     elif work.case in ("log5", "eval_metric", "idle50"):
         kwargs |= {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        kwargs |= {"enable_model_summary": False, "callbacks": [Idle(index) for index in range(work.idle)]}
+        kwargs |= {
+            "enable_model_summary": False,
+            "callbacks": [Idle(index) for index in range(work.idle)],
+        }
     else:
         kwargs |= {"barebones": True}
     if work.case == "accumulate":
         kwargs |= {"accumulate_grad_batches": ACCUMULATION, "gradient_clip_val": CLIP}
-    trainer = library.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=work.directory, **kwargs)
+    trainer = library.Trainer(
+        max_epochs=1, accelerator="cpu", default_root_dir=work.directory, **kwargs
+    )
     if work.case.startswith("eval"):
         trainer.validate(module, work.batches, verbose=False)
         if mean:
@@ -176,7 +181,9 @@ def _accelerated(work: Work, kind: Any) -> nn.Module:
                 optimizer.zero_grad()
     else:
         path = os.path.join(work.directory, "accelerate")
-        _train(work, model, optimizer, accelerator.backward, save=lambda: accelerator.save_state(path))
+        _train(
+            work, model, optimizer, accelerator.backward, save=lambda: accelerator.save_state(path)
+        )
     work.clock.stop()
     return net
 
@@ -284,8 +291,12 @@ def _ignite_extras(work: Work, engine: Any, net: nn.Module, optimizer: Any, even
 
     logger = TensorboardLogger(log_dir=work.directory)
     every = events.ITERATION_COMPLETED(every=LOG_EVERY)
-    logger.attach_output_handler(engine, every, tag="train", output_transform=lambda loss: {"loss": loss.item()})
-    ProgressBar().attach(engine, event_name=every, output_transform=lambda loss: {"loss": loss.item()})
+    logger.attach_output_handler(
+        engine, every, tag="train", output_transform=lambda loss: {"loss": loss.item()}
+    )
+    ProgressBar().attach(
+        engine, event_name=every, output_transform=lambda loss: {"loss": loss.item()}
+    )
     saver = DiskSaver(os.path.join(work.directory, "ignite"), create_dir=True)
     engine.add_event_handler(
         events.EPOCH_COMPLETED, Checkpoint({"model": net, "optimizer": optimizer}, saver, n_saved=1)

@@ -27,7 +27,9 @@ def main() -> None:
     plan = trainer.plan(module, loader, world=256, device="h200")
     seconds = time.monotonic() - began
     parameters = sum(parameter.numel() for parameter in module.parameters())
-    print(f"{parameters / 1e9:.2f} B parameters, 256 ranks: {len(plan.rows)} configurations in {seconds:.1f} s")
+    print(
+        f"{parameters / 1e9:.2f} B parameters, 256 ranks: {len(plan.rows)} configurations in {seconds:.1f} s"
+    )
 
 
 if __name__ == "__main__":

@@ -70,7 +70,9 @@ def draws(count: int) -> Iterator[Any]:
         yield random.random(), np.random.rand(), torch.randn(3, 64, 64)
 
 
-def lines(samples: int) -> dict[str, tuple[str, int, Callable[[], Iterable[Any]], Callable[[], Iterable[Any]]]]:
+def lines(
+    samples: int,
+) -> dict[str, tuple[str, int, Callable[[], Iterable[Any]], Callable[[], Iterable[Any]]]]:
     """Of each line: per what, how many of them, the reading without it and the one with it."""
     indices = list(range(samples))
     batches = samples // BATCH
@@ -95,13 +97,17 @@ def measure(samples: int, rounds: int) -> dict[str, dict[str, float | str]]:
     for name, (unit, count, without, within) in lines(samples).items():
         seconds(within)  # imports and caches
         taken = [(seconds(without), seconds(within)) for _ in range(rounds)]
-        plain, whole = (1e6 * statistics.median(times) / count for times in zip(*taken, strict=True))
+        plain, whole = (
+            1e6 * statistics.median(times) / count for times in zip(*taken, strict=True)
+        )
         found[name] = {"per": unit, "by itself": plain, "extra": whole - plain}
     return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--samples", type=int, default=20_000)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="also write the numbers here")

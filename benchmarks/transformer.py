@@ -31,14 +31,19 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, -1, 32)).permute(2, 0, 3, 1, 4)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        x = x + self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Transformer(nn.Module):
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        self.embed, self.blocks = nn.Embedding(LETTERS, width), nn.ModuleList(Block(width) for _ in range(layers))
+        self.embed, self.blocks = (
+            nn.Embedding(LETTERS, width),
+            nn.ModuleList(Block(width) for _ in range(layers)),
+        )
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, LETTERS)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -87,11 +92,16 @@ class Work:
         generator = torch.Generator().manual_seed(1)
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         count = self.steps * world
-        texts = TensorDataset(torch.randint(LETTERS, (count * self.batch, self.length + 1), generator=generator))
+        texts = TensorDataset(
+            torch.randint(LETTERS, (count * self.batch, self.length + 1), generator=generator)
+        )
         if not mine:
             return DataLoader(texts, batch_size=self.batch)
         numbers = range(rank, count, world)
-        return DataLoader(texts, batch_sampler=[list(range(n * self.batch, (n + 1) * self.batch)) for n in numbers])
+        return DataLoader(
+            texts,
+            batch_sampler=[list(range(n * self.batch, (n + 1) * self.batch)) for n in numbers],
+        )
 
 
 def by_hand(work: Work) -> nn.Module:
@@ -100,7 +110,9 @@ def by_hand(work: Work) -> nn.Module:
     if work.engine == "deepspeed":
         return _by_hand_deepspeed(work, model)
     if work.engine == "ddp":
-        return _train(work, model, nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True))
+        return _train(
+            work, model, nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        )
     for block in model.blocks:
         fully_shard(block)
     return _train(work, model, fully_shard(model))
@@ -211,7 +223,9 @@ def _accelerated(work: Work, library: Any) -> nn.Module:
     if work.engine == "fsdp":
         plugin = plugins.FullyShardedDataParallelPlugin
         options["fsdp_plugin"] = plugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Block"],
         )
     elif work.engine == "deepspeed":
         options["deepspeed_plugin"] = plugins.DeepSpeedPlugin(zero_stage=2)

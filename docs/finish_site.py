@@ -22,13 +22,18 @@ def finish(site: Path) -> None:
     found = {page.parent.name for page in site.glob("*/index.html")}
     released = sorted(found - {"dev"}, key=number, reverse=True)
     versions = [
-        {"version": version, "title": version, "aliases": ["latest"] if version == released[0] else []}
+        {
+            "version": version,
+            "title": version,
+            "aliases": ["latest"] if version == released[0] else [],
+        }
         for version in released
     ] + [{"version": "dev", "title": "dev", "aliases": []}] * ("dev" in found)
     (site / "versions.json").write_text(json.dumps(versions, indent=2) + "\n", encoding="utf-8")
     newest = versions[0]["version"]
     page = (
-        f'<!doctype html>\n<meta http-equiv="refresh" content="0; url={newest}/">\n<a href="{newest}/">{newest}</a>\n'
+        f'<!doctype html>\n<meta http-equiv="refresh" content="0; url={newest}/">\n'
+        f'<a href="{newest}/">{newest}</a>\n'
     )
     (site / "index.html").write_text(page, encoding="utf-8")
     for pattern in ("*/*.py", "*/requirements*.txt"):

@@ -44,23 +44,42 @@ def signature(function: ast.FunctionDef) -> str:
     if any(ast.unparse(decorator) == "property" for decorator in function.decorator_list):
         return function.name
     arguments = function.args.args[1:]
-    defaults = [None] * (len(arguments) - len(function.args.defaults)) + list(function.args.defaults)
-    shown = [a.arg if d is None else f"{a.arg}={ast.unparse(d)}" for a, d in zip(arguments, defaults, strict=True)]
+    defaults = [None] * (len(arguments) - len(function.args.defaults)) + list(
+        function.args.defaults
+    )
+    shown = [
+        a.arg if d is None else f"{a.arg}={ast.unparse(d)}"
+        for a, d in zip(arguments, defaults, strict=True)
+    ]
     return f"{function.name}({', '.join(shown)})"
 
 
 def prose(function: ast.FunctionDef) -> str:
     """The docstring on one line of a table."""
-    return " ".join((ast.get_docstring(function) or "").replace("``", "`").replace("|", r"\|").split())
+    return " ".join(
+        (ast.get_docstring(function) or "").replace("``", "`").replace("|", r"\|").split()
+    )
 
 
 def render() -> str:
     """The whole page."""
     parts = [HEAD]
     for name, role in ROLES.items():
-        rows = [f"| `{signature(function)}` | {prose(function)} |" for function in methods(getattr(hooks, name))]
+        rows = [
+            f"| `{signature(function)}` | {prose(function)} |"
+            for function in methods(getattr(hooks, name))
+        ]
         parts.append(
-            "\n".join([f"## {name}\n", f"{role}\n", "| hook | when, and what holds |", "|---|---|", *rows, ""])
+            "\n".join(
+                [
+                    f"## {name}\n",
+                    f"{role}\n",
+                    "| hook | when, and what holds |",
+                    "|---|---|",
+                    *rows,
+                    "",
+                ]
+            )
         )
     return "\n".join(parts)
 

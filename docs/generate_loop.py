@@ -66,7 +66,10 @@ FIT: Final[list[Any]] = [
             ),
             ("where validation is due", ["on_validation_model_zero_grad", "→ evaluation"]),
             "on_train_epoch_end",
-            ("where a checkpoint is due", ["state_dict", "on_save_checkpoint", "on_checkpoint_committed"]),
+            (
+                "where a checkpoint is due",
+                ["state_dict", "on_save_checkpoint", "on_checkpoint_committed"],
+            ),
         ],
     ),
     "on_train_end",
@@ -115,7 +118,11 @@ def names(parts: list[Any]) -> Iterator[str]:
 
 
 def _height(part: Any) -> int:
-    return PAD + LINE + 4 + sum(_height(each) + 3 for each in part[1]) if isinstance(part, tuple) else LINE
+    return (
+        PAD + LINE + 4 + sum(_height(each) + 3 for each in part[1])
+        if isinstance(part, tuple)
+        else LINE
+    )
 
 
 def _draw(part: Any, x: int, y: int, width: int) -> Iterator[str]:

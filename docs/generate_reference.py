@@ -49,7 +49,9 @@ def resolve(name: str) -> Any:
         if not hasattr(value, attribute):
             importlib.import_module(f"{value.__name__}.{attribute}")
         value = getattr(value, attribute)
-    if isinstance(value, lazy._Names):  # `trainer_kit.cli`, after Lightning's module of that path was imported
+    if isinstance(
+        value, lazy._Names
+    ):  # `trainer_kit.cli`, after Lightning's module of that path was imported
         value = lazy._FINDERS["trainer_kit"].get(value.__name__, "__call__")
     return value
 
@@ -95,10 +97,14 @@ def index() -> str:
 
 def _context(command: click.Command, **options: Any) -> click.Context:
     """With the names of the help option: click keeps the option that a command's first context makes."""
-    return click.Context(command, help_option_names=main.context_settings["help_option_names"], **options)
+    return click.Context(
+        command, help_option_names=main.context_settings["help_option_names"], **options
+    )
 
 
-def all_commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Command]]:
+def all_commands(
+    command: click.Command, path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, click.Command]]:
     """A command and its subcommands, depth first, with what a user types."""
     path = (*path, command.name or "")
     yield " ".join(path), command
@@ -116,8 +122,16 @@ def _usage(typed: str, command: click.Command) -> str:
 
 def _option(option: click.Option) -> str:
     names = ", ".join(f"`{name}`" for name in [*option.opts, *option.secondary_opts])
-    kind = "" if option.is_flag or option.count else option.make_metavar(click.Context(click.Command("x")))
-    default = option.default if isinstance(option.default, (str, int, float)) and not option.is_flag else ""
+    kind = (
+        ""
+        if option.is_flag or option.count
+        else option.make_metavar(click.Context(click.Command("x")))
+    )
+    default = (
+        option.default
+        if isinstance(option.default, (str, int, float)) and not option.is_flag
+        else ""
+    )
     return f"| {names} | {_cell(kind)} | {f'`{default}`' if default != '' else ''} | {_cell(option.help or '')} |"
 
 
@@ -132,19 +146,28 @@ def commands() -> str:
     ]
     for typed, command in all_commands(main):
         parts += [f"## `{typed}`\n", f"```text\n{_usage(typed, command)}\n```\n"]
-        parts.append(inspect.cleandoc(command.help or "").replace("\b\n", "").replace("\f", "") + "\n")
+        parts.append(
+            inspect.cleandoc(command.help or "").replace("\b\n", "").replace("\f", "") + "\n"
+        )
         shown = [each for each in command.params if isinstance(each, click.Option)]
         listed = [each for each in shown if not each.hidden]
         if listed:
             rows = [_option(option) for option in listed]
-            parts.append("\n".join(["| option | value | default | what it does |", "|---|---|---|---|", *rows, ""]))
+            parts.append(
+                "\n".join(
+                    ["| option | value | default | what it does |", "|---|---|---|---|", *rows, ""]
+                )
+            )
         if len(listed) < len(shown):
             text = "Every key of [a configuration file](configuration.md) that has a flag there is an option too."
             parts.append(text + "\n")
     return "\n".join(parts)
 
 
-_KINDS: Final[dict[Callable[[str], Any], str]] = {str: "text", positive: "a whole number, 1 or more"}
+_KINDS: Final[dict[Callable[[str], Any], str]] = {
+    str: "text",
+    positive: "a whole number, 1 or more",
+}
 
 
 def _kind(option: Option) -> str:
@@ -261,7 +284,9 @@ def _text(option: Option) -> str:
     if option.ignored:
         return f"no effect: {option.ignored}"
     instead = MEGATRON_REFUSED.get(option.name)
-    return option.help or (f"Refused, unless it is off or 1: {instead}." if instead else _TEXTS[option.name])
+    return option.help or (
+        f"Refused, unless it is off or 1: {instead}." if instead else _TEXTS[option.name]
+    )
 
 
 def _key(option: Option) -> str:
@@ -289,7 +314,10 @@ def configuration() -> str:
         "\n".join([*head, *(_key(option) for option in TOP.values()), ""]),
     ]
     for section, options in SECTIONS.items():
-        parts += [f"## `{section}`\n", "\n".join([*head, *(_key(option) for option in options.values()), ""])]
+        parts += [
+            f"## `{section}`\n",
+            "\n".join([*head, *(_key(option) for option in options.values()), ""]),
+        ]
     return "\n".join(parts)
 
 
@@ -324,12 +352,17 @@ def _values(kind: Any) -> list[str]:
     if origin is os.PathLike:
         return []
     words = dict.fromkeys(word for member in members for word in _values(member))
-    return [*(word for word in words if word != "`null`"), *(["`null`"] if "`null`" in words else [])]
+    return [
+        *(word for word in words if word != "`null`"),
+        *(["`null`"] if "`null`" in words else []),
+    ]
 
 
 def script_keys() -> dict[str, tuple[Any, list[str]]]:
     """Every key of a file for ``tk.cli``: the option of the parser, and the commands that have it."""
-    made = Arguments(TrainModule, DataModule, choose_model=True, choose_data=True, trainer_defaults={})
+    made = Arguments(
+        TrainModule, DataModule, choose_model=True, choose_data=True, trainer_defaults={}
+    )
     found: dict[str, tuple[Any, list[str]]] = {}
     for command, parser in made._parsers.items():
         for action in parser._actions:
@@ -354,12 +387,16 @@ def script_files() -> str:
         if len(commands) == 1:
             text = f"{text}; for `{commands[0]}` only"
         default = "" if action.default is None else f"`{json.dumps(action.default)}`"
-        values = ", ".join(_values(action._typehint)) if key not in ("model", "data") else "a mapping"
+        values = (
+            ", ".join(_values(action._typehint)) if key not in ("model", "data") else "a mapping"
+        )
         rows[key.startswith("trainer.")].append(
             f"| `{key.removeprefix('trainer.')}` | {_cell(values)} | {default} | {_cell(text)} |"
         )
     names = {
-        room.__name__.rpartition(".")[2]: ", ".join(f"`{name}`" for name in room.__all__ if _is_chosen(room, name))
+        room.__name__.rpartition(".")[2]: ", ".join(
+            f"`{name}`" for name in room.__all__ if _is_chosen(room, name)
+        )
         for room in (callbacks, loggers)
     }
     return "\n".join(
@@ -388,7 +425,11 @@ def script_files() -> str:
 def _is_chosen(room: Any, name: str) -> bool:
     """Whether a name of a package is a class to be made, not one to be extended."""
     value = getattr(room, name)
-    return inspect.isclass(value) and not name.startswith("Base") and value not in (callbacks.Callback, loggers.Logger)
+    return (
+        inspect.isclass(value)
+        and not name.startswith("Base")
+        and value not in (callbacks.Callback, loggers.Logger)
+    )
 
 
 WRITTEN: Final = {

@@ -21,7 +21,10 @@ TUTORIALS: dict[str, tuple[str, list[str]]] = {
     "reinforce": ("A reinforcement loop", ["examples/tutorials/reinforce.py"]),
     "qlora": ("Fine-tuning with QLoRA", ["examples/qlora.py"]),
     "lm": ("A language model on several strategies", ["examples/lm.py"]),
-    "notebook_to_cluster": ("From a notebook to a cluster", ["examples/tutorials/notebook_to_cluster.py"]),
+    "notebook_to_cluster": (
+        "From a notebook to a cluster",
+        ["examples/tutorials/notebook_to_cluster.py"],
+    ),
 }
 """By page: its title, and the scripts that it is made of."""
 
@@ -58,9 +61,13 @@ def render(name: str) -> str:
     ]
     for script in scripts:
         for text, body in cells((ROOT / script).read_text(encoding="utf-8")):
-            code = f"<!-- not run: a part of {script}, which the tests run -->\n```python\n{body}\n```"
+            code = (
+                f"<!-- not run: a part of {script}, which the tests run -->\n```python\n{body}\n```"
+            )
             parts.append(body if text else code)
-    parts.append(f"The whole script is {' and '.join(f'`{script}`' for script in scripts)} in the repository.")
+    parts.append(
+        f"The whole script is {' and '.join(f'`{script}`' for script in scripts)} in the repository."
+    )
     return "\n\n".join(parts) + "\n"
 
 

@@ -20,7 +20,12 @@ from torch.utils.data import DataLoader
 import trainer_kit as tk
 
 PAD, LONGEST = 0, 128
-PARAGRAPHS = [text for topic in pydoc_data.topics.topics.values() for text in topic.split("\n\n") if len(text) > 40]
+PARAGRAPHS = [
+    text
+    for topic in pydoc_data.topics.topics.values()
+    for text in topic.split("\n\n")
+    if len(text) > 40
+]
 LETTERS = sorted(set("".join(PARAGRAPHS)))
 NUMBER = {letter: number for number, letter in enumerate(LETTERS, start=PAD + 1)}
 
@@ -37,7 +42,9 @@ class CharTransformer(tk.TrainModule):
         self.save_hyperparameters()
         self.letters = nn.Embedding(len(LETTERS) + 1, width, padding_idx=PAD)
         self.places = nn.Embedding(LONGEST, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+        )
         self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
         self.head = nn.Linear(width, len(LETTERS) + 1)
 
@@ -57,10 +64,14 @@ class CharTransformer(tk.TrainModule):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), batch_size=int(self.loss_weight(batch)), prog_bar=True)
+        self.log(
+            "val_loss", self.loss(batch), batch_size=int(self.loss_weight(batch)), prog_bar=True
+        )
 
     def loss(self, batch: Tensor) -> Tensor:
-        return F.cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=PAD)
+        return F.cross_entropy(
+            self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten(), ignore_index=PAD
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
@@ -76,7 +87,9 @@ class CharTransformer(tk.TrainModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=600)

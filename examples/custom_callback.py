@@ -60,7 +60,10 @@ class StopWhenGoodEnough(tk.Callback):
         self.val_loss = val_loss
 
     def on_validation_end(self, trainer: tk.Trainer, module: tk.TrainModule) -> None:
-        if not trainer.sanity_checking and (reached := trainer.callback_metrics["val_loss"]) < self.val_loss:
+        if (
+            not trainer.sanity_checking
+            and (reached := trainer.callback_metrics["val_loss"]) < self.val_loss
+        ):
             trainer.stop(f"val_loss {reached:.4f} is below {self.val_loss}")
 
 
@@ -80,15 +83,23 @@ class Regression(tk.TrainModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--good-enough", type=float, default=0.0, help="stop once val_loss is below this")
+    parser.add_argument(
+        "--good-enough", type=float, default=0.0, help="stop once val_loss is below this"
+    )
     args = parser.parse_args()
 
     tk.seed_everything(1)
     inputs = torch.randn(2048, 8)
     clean = inputs.sin().sum(dim=1, keepdim=True)
-    train = DataLoader(TensorDataset(inputs[:1536], clean[:1536] + torch.randn(1536, 1)), batch_size=16, shuffle=True)
+    train = DataLoader(
+        TensorDataset(inputs[:1536], clean[:1536] + torch.randn(1536, 1)),
+        batch_size=16,
+        shuffle=True,
+    )
     val = DataLoader(TensorDataset(inputs[1536:], clean[1536:]), batch_size=512)
 
     average = WeightAverage()
@@ -107,7 +118,9 @@ def main() -> None:
     trainer.fit(module, train, val)
     with_average = trainer.callback_metrics["val_loss"]
     without = tk.Trainer(barebones=True).validate(module, val, verbose=False)[0]["val_loss"]
-    trainer.print(f"val_loss with averaged weights {with_average:.4f}, with the last ones {without:.4f}")
+    trainer.print(
+        f"val_loss with averaged weights {with_average:.4f}, with the last ones {without:.4f}"
+    )
 
 
 if __name__ == "__main__":

@@ -29,12 +29,18 @@ class SQLiteLogger:
         self.connection: sqlite3.Connection | None = None
 
     def open(self) -> sqlite3.Connection:
-        if self.connection is None:  # opened for the first value, so an unused logger leaves no file
+        if (
+            self.connection is None
+        ):  # opened for the first value, so an unused logger leaves no file
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.connection = sqlite3.connect(self.path)
-            self.connection.execute("CREATE TABLE IF NOT EXISTS runs (run INTEGER PRIMARY KEY, params, status)")
+            self.connection.execute(
+                "CREATE TABLE IF NOT EXISTS runs (run INTEGER PRIMARY KEY, params, status)"
+            )
             self.connection.execute("CREATE TABLE IF NOT EXISTS metrics (run, step, name, value)")
-            self.run = self.connection.execute("INSERT INTO runs VALUES (NULL, '{}', 'running')").lastrowid
+            self.run = self.connection.execute(
+                "INSERT INTO runs VALUES (NULL, '{}', 'running')"
+            ).lastrowid
         return self.connection
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -43,7 +49,9 @@ class SQLiteLogger:
         connection.executemany("INSERT INTO metrics VALUES (?, ?, ?, ?)", rows)
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        self.open().execute("UPDATE runs SET params = ? WHERE run = ?", [json.dumps(params, default=repr), self.run])
+        self.open().execute(
+            "UPDATE runs SET params = ? WHERE run = ?", [json.dumps(params, default=repr), self.run]
+        )
 
     def finalize(self, status: str) -> None:  # "success", "failed" or "interrupted"
         if self.connection is not None:
@@ -64,7 +72,9 @@ class Classifier(tk.TrainModule):
         logits = self.net(points)
         loss = nn.functional.cross_entropy(logits, labels)
         self.log("loss", loss)
-        self.log("accuracy", (logits.argmax(1) == labels).float().mean(), on_step=False, on_epoch=True)
+        self.log(
+            "accuracy", (logits.argmax(1) == labels).float().mean(), on_step=False, on_epoch=True
+        )
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -72,7 +82,9 @@ class Classifier(tk.TrainModule):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--database", default="runs/metrics.sqlite")
     args = parser.parse_args()
@@ -82,14 +94,19 @@ def main() -> None:
     data = TensorDataset(points, (points[:, 0] > points[:, 1]).long())
     logger = SQLiteLogger(args.database)
     # Several loggers: [logger, "tensorboard"].
-    trainer = tk.Trainer(max_epochs=args.epochs, logger=logger, log_every_n_steps=4, enable_checkpointing=False)
+    trainer = tk.Trainer(
+        max_epochs=args.epochs, logger=logger, log_every_n_steps=4, enable_checkpointing=False
+    )
     trainer.fit(Classifier(), DataLoader(data, batch_size=32, shuffle=True))
 
     with closing(sqlite3.connect(args.database)) as connection:
-        for run, params, status in connection.execute("SELECT * FROM runs ORDER BY run DESC LIMIT 1"):
+        for run, params, status in connection.execute(
+            "SELECT * FROM runs ORDER BY run DESC LIMIT 1"
+        ):
             trainer.print(f"run {run}: {status}, {params}")
             found = connection.execute(
-                "SELECT name, count(*), max(step), value FROM metrics WHERE run = ? GROUP BY name", [run]
+                "SELECT name, count(*), max(step), value FROM metrics WHERE run = ? GROUP BY name",
+                [run],
             )
             for name, count, step, value in found:
                 trainer.print(f"{name}: {count} rows, {value:.3f} at step {step}")

@@ -31,9 +31,13 @@ from trainer_kit.callbacks import EarlyStopping, LearningRateMonitor, ModelCheck
 class Digits(tk.DataModule):
     def setup(self, stage: str) -> None:
         digits = load_digits()
-        images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16  # (1797, 1, 8, 8), 0 to 1
+        images = (
+            torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+        )  # (1797, 1, 8, 8), 0 to 1
         labels = torch.tensor(digits.target)
-        train, rest = train_test_split(range(len(labels)), test_size=0.3, random_state=0, stratify=labels)
+        train, rest = train_test_split(
+            range(len(labels)), test_size=0.3, random_state=0, stratify=labels
+        )
         val, test = train_test_split(rest, test_size=0.5, random_state=0, stratify=labels[rest])
         self.parts = {
             name: TensorDataset(images[part], labels[part])
@@ -96,8 +100,13 @@ class ConvNet(tk.TrainModule):
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.hparams.lr, total_steps=steps
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 # %% [markdown]
@@ -110,7 +119,9 @@ class ConvNet(tk.TrainModule):
 
 # %%
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--epochs", type=int, default=15)

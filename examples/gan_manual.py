@@ -34,7 +34,10 @@ class ManualGAN(GAN):
         generator, discriminator = self.optimizers()
 
         with self.toggled_optimizer(discriminator):
-            loss_d = softplus(self.discriminator(self(len(real)))).mean() + softplus(-self.discriminator(real)).mean()
+            loss_d = (
+                softplus(self.discriminator(self(len(real)))).mean()
+                + softplus(-self.discriminator(real)).mean()
+            )
             discriminator.zero_grad()
             self.manual_backward(loss_d)
             discriminator.step()
@@ -52,7 +55,9 @@ class ManualGAN(GAN):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--root", default="runs", help="where runs are written")

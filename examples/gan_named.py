@@ -68,7 +68,9 @@ class GAN(tk.TrainModule):
 
     def configure_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         return {
-            name: torch.optim.Adam(getattr(self, name).parameters(), lr=self.hparams.lr, betas=(0.5, 0.9))
+            name: torch.optim.Adam(
+                getattr(self, name).parameters(), lr=self.hparams.lr, betas=(0.5, 0.9)
+            )
             for name in ("generator", "discriminator")
         }
 
@@ -91,7 +93,9 @@ def report(module: tk.TrainModule) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--root", default="runs", help="where runs are written")

@@ -64,8 +64,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # Heads are counted from what the layers hand over: under tensor parallel each rank has some of them.
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        return self.out(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Block(nn.Module):
@@ -150,8 +155,12 @@ class Curve:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--strategy", default="auto", help=f"a word of the Trainer's, or {', '.join(STRATEGIES)}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--strategy", default="auto", help=f"a word of the Trainer's, or {', '.join(STRATEGIES)}"
+    )
     parser.add_argument("--devices", default="auto", help="how many; on a CPU: processes")
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--steps", type=int, default=200)

@@ -43,7 +43,10 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Linear, rank: int = 8) -> None:
         super().__init__()
         self.base = base
-        self.a, self.b = nn.Linear(base.in_features, rank, bias=False), nn.Linear(rank, base.out_features, bias=False)
+        self.a, self.b = (
+            nn.Linear(base.in_features, rank, bias=False),
+            nn.Linear(rank, base.out_features, bias=False),
+        )
         nn.init.zeros_(self.b.weight)  # at first nothing changes
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,8 +88,12 @@ class Language(tk.TrainModule):
                     setattr(block, name, Adapted(getattr(block, name), rank))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        hidden = self.letters(batch[:, :-1]) + self.places(torch.arange(LENGTH, device=batch.device))
-        return F.cross_entropy(self.head(self.blocks(hidden)).flatten(0, 1).float(), batch[:, 1:].flatten())
+        hidden = self.letters(batch[:, :-1]) + self.places(
+            torch.arange(LENGTH, device=batch.device)
+        )
+        return F.cross_entropy(
+            self.head(self.blocks(hidden)).flatten(0, 1).float(), batch[:, 1:].flatten()
+        )
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val_loss", self.training_step(batch, batch_idx))
@@ -105,28 +112,43 @@ class Language(tk.TrainModule):
 
 # %%
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--precision", default="nf4", help="nf4, nf4-dq, fp4, fp4-dq or int8")
     parser.add_argument("--steps", type=int, default=120, help="of either training")
     args = parser.parse_args()
-    options = {"max_steps": args.steps, "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    options = {
+        "max_steps": args.steps,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
 
     tk.seed_everything(1)
     base = Language(lr=3e-3)
-    tk.Trainer(devices=1, **options).fit(base, DataLoader(windows(TEXT), batch_size=16, shuffle=True))
+    tk.Trainer(devices=1, **options).fit(
+        base, DataLoader(windows(TEXT), batch_size=16, shuffle=True)
+    )
 
     shouted = windows(TEXT.upper())
     tuned = Language(lr=3e-3, rank=8)
     names = {name.replace(".base.", "."): name for name in tuned.state_dict()}
-    tuned.load_state_dict({names[name]: value for name, value in base.state_dict().items()}, strict=False)
+    tuned.load_state_dict(
+        {names[name]: value for name, value in base.state_dict().items()}, strict=False
+    )
     trainer = tk.Trainer(devices=1, precision=args.precision, **options)
     (before,) = trainer.validate(tuned, DataLoader(shouted[-256:], batch_size=64), verbose=False)
     trainer.fit(tuned, DataLoader(shouted[:-256], batch_size=16, shuffle=True))
     (after,) = trainer.validate(tuned, DataLoader(shouted[-256:], batch_size=64), verbose=False)
 
     weight = tuned.blocks[0].qkv.base.weight
-    trainer.print(f"a frozen weight: {weight.numel() * weight.element_size() * 8 / (3 * WIDTH * WIDTH):.0f} bits")
-    trainer.print(f"loss on shouted text: {before['val_loss']:.2f}, tuned {after['val_loss']:.2f} nats a letter")
+    trainer.print(
+        f"a frozen weight: {weight.numel() * weight.element_size() * 8 / (3 * WIDTH * WIDTH):.0f} bits"
+    )
+    trainer.print(
+        f"loss on shouted text: {before['val_loss']:.2f}, tuned {after['val_loss']:.2f} nats a letter"
+    )
 
 
 if __name__ == "__main__":

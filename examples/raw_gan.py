@@ -32,7 +32,9 @@ def report(generator: nn.Module, device: torch.device) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--batch-size", type=int, default=64, help="on each process")
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
@@ -41,7 +43,10 @@ def main() -> None:
     tk.set_seed(1)
     accelerator = tk.Accelerator(mixed_precision=args.precision)
     generator, discriminator = network(NOISE, 2), network(2, 1)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=5e-4, betas=(0.5, 0.9)) for m in (generator, discriminator)]
+    optimizers = [
+        torch.optim.Adam(m.parameters(), lr=5e-4, betas=(0.5, 0.9))
+        for m in (generator, discriminator)
+    ]
     loader = DataLoader(ring(64 * 400), batch_size=args.batch_size, shuffle=True)
     generator, discriminator, step_g, step_d, loader = accelerator.prepare(
         generator, discriminator, *optimizers, loader
@@ -55,7 +60,10 @@ def main() -> None:
     while done < args.steps:
         for real in loader:
             step_d.zero_grad()
-            loss_d = softplus(discriminator(fake(real).detach())).mean() + softplus(-discriminator(real)).mean()
+            loss_d = (
+                softplus(discriminator(fake(real).detach())).mean()
+                + softplus(-discriminator(real)).mean()
+            )
             accelerator.backward(loss_d)
             step_d.step()
 
@@ -66,7 +74,9 @@ def main() -> None:
 
             done += 1
             if done % 1000 == 0:
-                accelerator.print(f"step {done}: generator {loss_g.item():.3f}, discriminator {loss_d.item():.3f}")
+                accelerator.print(
+                    f"step {done}: generator {loss_g.item():.3f}, discriminator {loss_d.item():.3f}"
+                )
             if done == args.steps:
                 break
 

@@ -20,25 +20,37 @@ import trainer_kit as tk
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--batch-size", type=int, default=32, help="samples of a micro-batch on each process")
+    parser.add_argument(
+        "--batch-size", type=int, default=32, help="samples of a micro-batch on each process"
+    )
     parser.add_argument("--precision", default="no", help="no, bf16 or fp16")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--stop-after", type=int, help="leave after this many epochs")
-    parser.add_argument("--root", default="runs/raw_loop", help="where states and values are written")
+    parser.add_argument(
+        "--root", default="runs/raw_loop", help="where states and values are written"
+    )
     args = parser.parse_args()
 
     tk.set_seed(1)
     project = tk.ProjectConfiguration(args.root, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = tk.Accelerator(
-        gradient_accumulation_steps=2, mixed_precision=args.precision, log_with="csv", project_config=project
+        gradient_accumulation_steps=2,
+        mixed_precision=args.precision,
+        log_with="csv",
+        project_config=project,
     )
     accelerator.init_trackers("digits", config=vars(args))
 
     images, digits = (torch.as_tensor(array) for array in load_digits(return_X_y=True))
     images = images.float() / 16
-    train, test = TensorDataset(images[270:], digits[270:]), TensorDataset(images[:270], digits[:270])
+    train, test = (
+        TensorDataset(images[270:], digits[270:]),
+        TensorDataset(images[:270], digits[:270]),
+    )
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(train, batch_size=args.batch_size, shuffle=True)

@@ -33,7 +33,9 @@ class Bucket(AbstractFileSystem):
     torn: ClassVar[bool]
 
     @classmethod
-    def open_at(cls, directory: Path, before: Callable[[str, str], None] | None = None, torn: bool = False) -> None:
+    def open_at(
+        cls, directory: Path, before: Callable[[str, str], None] | None = None, torn: bool = False
+    ) -> None:
         cls.directory, cls.done, cls.torn, cls.unreachable = directory, [], torn, False
         cls.before = staticmethod(before or (lambda operation, key: None))
         fsspec.register_implementation("bucket", cls, clobber=True)
@@ -54,7 +56,11 @@ class Bucket(AbstractFileSystem):
         if file.is_file():
             found = [file]
         else:
-            found = [entry for entry in file.iterdir() if entry.is_file() or any(map(Path.is_file, entry.rglob("*")))]
+            found = [
+                entry
+                for entry in file.iterdir()
+                if entry.is_file() or any(map(Path.is_file, entry.rglob("*")))
+            ]
             if not found:
                 raise FileNotFoundError(path)
         names = [str(entry.relative_to(self.directory)) for entry in found]
@@ -62,7 +68,9 @@ class Bucket(AbstractFileSystem):
             return names
         listed = []
         for name, entry in zip(names, found, strict=True):
-            with suppress(FileNotFoundError):  # a store lists in one go; here another process may delete meanwhile
+            with suppress(
+                FileNotFoundError
+            ):  # a store lists in one go; here another process may delete meanwhile
                 status, is_file = entry.stat(), entry.is_file()
                 size = status.st_size if is_file else 0
                 kind = "file" if is_file else "directory"

@@ -110,7 +110,9 @@ def _children() -> set[int]:
 
 
 def _threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")}
+    return {
+        thread for thread in threading.enumerate() if not thread.name.startswith("pytest_timeout")
+    }
 
 
 def _left(now: Callable[[], set], before: set) -> set:
@@ -136,11 +138,17 @@ _ended = 0
 
 
 def _environ() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _PYTEST_OWN | _ONCE_PER_PROCESS}
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in _PYTEST_OWN | _ONCE_PER_PROCESS
+    }
 
 
 def _files() -> set[str]:
-    return {name for name in os.listdir(_ROOT) if not name.startswith(".") and name != "__pycache__"}
+    return {
+        name for name in os.listdir(_ROOT) if not name.startswith(".") and name != "__pycache__"
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -168,14 +176,20 @@ def _leaves_nothing(tmp_path: Path) -> Iterator[None]:
         for pid in left:
             os.kill(pid, signal.SIGKILL)
     now = _environ()
-    if changed := sorted(name for name in environ.keys() | now.keys() if environ.get(name) != now.get(name)):
+    if changed := sorted(
+        name for name in environ.keys() | now.keys() if environ.get(name) != now.get(name)
+    ):
         leaks.append(f"environment variables {changed}")
         for name in changed:
             os.environ.pop(name, None)
             if name in environ:
                 os.environ[name] = environ[name]
     after = _defaults()
-    if other := [f"{name}: {before} -> {after[name]}" for name, before in defaults.items() if before != after[name]]:
+    if other := [
+        f"{name}: {before} -> {after[name]}"
+        for name, before in defaults.items()
+        if before != after[name]
+    ]:
         leaks.append(f"process-wide settings ({'; '.join(other)})")
         _undo(defaults)
     if written := sorted(_files() - files):

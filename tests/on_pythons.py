@@ -27,9 +27,15 @@ QUICK = ["-m", "not slow", "-W", "ignore:Guards may run slower:RuntimeWarning"]
 REMARK = ("-W", "ignore:Please use the new API settings:UserWarning")
 OLD = [
     *REMARK,
-    *("-p", "torch.distributed.nn.jit.instantiator"),  # adds a directory to sys.path: not inside a test
+    *(
+        "-p",
+        "torch.distributed.nn.jit.instantiator",
+    ),  # adds a directory to sys.path: not inside a test
     # counts Python calls, torch's with ours
-    *("--deselect", "tests/data/test_sources.py::TestLists::test_one_process_iterates_the_list_itself"),
+    *(
+        "--deselect",
+        "tests/data/test_sources.py::TestLists::test_one_process_iterates_the_list_itself",
+    ),
 ]
 NEEDED = ["numpy", "pytest", "pytest-timeout", "scikit-learn"]
 # Installed with torch by its CUDA builds; a CPU does without.
@@ -108,10 +114,14 @@ def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
     call(python, "-m", "venv", "--clear", home)
     own = home / "bin" / "python"
     version = call(own, "-c", "import sys; print(sys.version_info[:2] >= (3, 11))").strip()
-    pinned = lowest() if oldest else (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = (
+        lowest() if oldest else (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    )
     (torch,) = [line for line in pinned if line.startswith("torch==")]
     constraints = home / "constraints.txt"
-    constraints.write_text("\n".join(pinned if oldest or version == "True" else [torch]) + "\n", encoding="utf-8")
+    constraints.write_text(
+        "\n".join(pinned if oldest or version == "True" else [torch]) + "\n", encoding="utf-8"
+    )
     call(own, "-m", "pip", "install", "--no-compile", "--no-deps", torch)
     (site,) = home.glob("lib/python3*/site-packages")
     call(sys.executable, ROOT / "tests" / "xla" / "stub_libraries.py", site)
@@ -123,10 +133,18 @@ def install(python: str, home: Path, wheel: Path, oldest: bool) -> Path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--oldest", action="store_true", help="the lowest versions that pyproject.toml allows")
+    parser.add_argument(
+        "--oldest", action="store_true", help="the lowest versions that pyproject.toml allows"
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environments, 2 GB each")
-    parser.add_argument("--work", type=Path, default=ROOT / ".venv-pythons", help="where they are made")
-    parser.add_argument("pythons", nargs="+", help="names or paths of interpreters; one that is not found is skipped")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / ".venv-pythons", help="where they are made"
+    )
+    parser.add_argument(
+        "pythons",
+        nargs="+",
+        help="names or paths of interpreters; one that is not found is skipped",
+    )
     options = parser.parse_args()
     found = {name: path for name in options.pythons if (path := shutil.which(name))}
     for name in options.pythons:
@@ -154,7 +172,11 @@ def main() -> None:
         )
         words = [*QUICK, *(OLD if options.oldest else ()), *TESTS]
         tested = call(own, "-m", "pytest", "-q", *words, cwd=source, OMP_NUM_THREADS="1")
-        versions = call(own, "-c", "import sys, torch; print(sys.version.split()[0], 'torch', torch.__version__)")
+        versions = call(
+            own,
+            "-c",
+            "import sys, torch; print(sys.version.split()[0], 'torch', torch.__version__)",
+        )
         print(f"{name}: {shown}; Python {versions.strip()}; {tested.splitlines()[-1]}", flush=True)
         if not options.keep:
             shutil.rmtree(home)

@@ -90,8 +90,15 @@ class Programs:
         self, environments: list[Mapping[str, str]], argv: list[str], given: str, timeout: float
     ) -> list[subprocess.CompletedProcess[str]]:
         (self.place / "given").write_text(given)
-        streams = [[str(self.place / f"{name}-{rank}") for name in ("out", "err")] for rank in range(len(environments))]
-        command = {"environments": list(map(dict, environments)), "argv": argv, "directory": os.getcwd()}
+        streams = [
+            [str(self.place / f"{name}-{rank}") for name in ("out", "err")]
+            for rank in range(len(environments))
+        ]
+        command = {
+            "environments": list(map(dict, environments)),
+            "argv": argv,
+            "directory": os.getcwd(),
+        }
         command |= {"given": str(self.place / "given"), "streams": streams, "timeout": timeout}
         assert self.process.stdin is not None
         assert self.process.stdout is not None
@@ -103,7 +110,9 @@ class Programs:
             for code, paths in zip(codes, streams, strict=True)
         ]
 
-    def run_code(self, code: str, *words: str, timeout: float = 110.0) -> subprocess.CompletedProcess[str]:
+    def run_code(
+        self, code: str, *words: str, timeout: float = 110.0
+    ) -> subprocess.CompletedProcess[str]:
         """The same of a script that is given as text."""
         script = self.place / "code.py"
         script.write_text(code)
@@ -134,7 +143,9 @@ def serve() -> None:
         pids = []
         for rank in range(len(command["environments"])):
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # newer versions of Python warn of threads, which no script inherits
+                warnings.simplefilter(
+                    "ignore"
+                )  # newer versions of Python warn of threads, which no script inherits
                 pids.append(os.fork())
             if pids[-1] == 0:
                 become(command, rank)
@@ -144,7 +155,9 @@ def serve() -> None:
 
 def become(command: dict[str, Any], rank: int) -> None:
     """The script, as the interpreter runs it."""
-    ctypes.CDLL(None).prctl(DIE_WITH_PARENT, signal.SIGKILL)  # not inherited: its children are its own business
+    ctypes.CDLL(None).prctl(
+        DIE_WITH_PARENT, signal.SIGKILL
+    )  # not inherited: its children are its own business
     os.environ.clear()
     os.environ.update(command["environments"][rank])
     os.chdir(command["directory"])

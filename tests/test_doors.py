@@ -54,7 +54,9 @@ SCRIPT = textwrap.dedent(
 def checkout(tmp_path_factory):
     """A copy of what git has of the package and its links."""
     root = tmp_path_factory.mktemp("checkout")
-    shutil.copytree(ROOT / "trainer_kit", root / "trainer_kit", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "trainer_kit", root / "trainer_kit", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE", *(f"{room}.py" for room in ROOMS)):
         shutil.copy(ROOT / name, root)
     for room in ROOMS:  # made here: a source distribution has no links
@@ -68,7 +70,13 @@ def run(code, path, tmp_path):
     environment = {**os.environ, "PYTHONPATH": str(path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "error", str(script)]
     return subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+        command,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 
@@ -99,7 +107,17 @@ def test_imports_work_with_links_checked_out_as_text_files(checkout, tmp_path):
 def test_a_clone_without_links(tmp_path):
     """What git itself writes where it may not make links, as on Windows by default."""
     clone = tmp_path / "clone"
-    command = ["git", "-c", "core.symlinks=false", "clone", "--quiet", "--depth", "1", ROOT.as_uri(), str(clone)]
+    command = [
+        "git",
+        "-c",
+        "core.symlinks=false",
+        "clone",
+        "--quiet",
+        "--depth",
+        "1",
+        ROOT.as_uri(),
+        str(clone),
+    ]
     subprocess.run(command, check=True, capture_output=True, timeout=100)
     for room in ROOMS:
         assert (clone / room).read_text() == f"trainer_kit/{room}", "git tracks a link"
@@ -124,7 +142,9 @@ def test_a_wheel_has_one_door(checkout, tmp_path):
     build = f"from setuptools import build_meta; build_meta.build_wheel({str(wheels)!r})"
     source = tmp_path / "source"
     shutil.copytree(checkout, source, symlinks=True)
-    subprocess.run([sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", build], cwd=source, check=True, capture_output=True, timeout=100
+    )
     (wheel,) = wheels.iterdir()
     with zipfile.ZipFile(wheel) as made:
         assert {name.split("/")[0] for name in made.namelist()} == {

@@ -39,7 +39,10 @@ DISTRIBUTIONS = {
 # Packages of which a user may hand over objects; they are imported only then.
 HANDED_OVER = {"omegaconf": "hyperparameters and states that are OmegaConf containers"}
 # Dependencies that our source does not import: what imports them.
-INDIRECT = {"docstring-parser": "jsonargparse, for the help of options", "tensorboard": "torch.utils.tensorboard"}
+INDIRECT = {
+    "docstring-parser": "jsonargparse, for the help of options",
+    "tensorboard": "torch.utils.tensorboard",
+}
 
 
 @cache
@@ -66,11 +69,18 @@ def imported(folder: Path) -> dict[str, set[str]]:
                 modules = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 modules = [node.module or ""]
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "import_module":
+            elif (
+                isinstance(node, ast.Call)
+                and ast.unparse(node.func).rpartition(".")[2] == "import_module"
+            ):
                 constants = [one.value for one in node.args[:1] if isinstance(one, ast.Constant)]
                 modules = [name for name in constants if not name.startswith(".")]
             for module in modules:
-                if module.partition(".")[0] not in {*sys.stdlib_module_names, "trainer_kit", "tests"}:
+                if module.partition(".")[0] not in {
+                    *sys.stdlib_module_names,
+                    "trainer_kit",
+                    "tests",
+                }:
                     found[distribution(module)].add(path.relative_to(folder).as_posix())
     return found
 
@@ -85,7 +95,9 @@ def test_every_import_is_declared() -> None:
     assert core - found.keys() == set(INDIRECT), "a dependency that the package does not import"
     # Metrics are used by their methods, scikit-learn by examples; `all` and `dev` are lists of extras.
     used = found.keys() | {"scikit-learn", "torchmetrics", "trainer-kit"}
-    assert not {name for name, needs in extras.items() if not needs & used}, "extras whose packages nothing imports"
+    assert not {name for name, needs in extras.items() if not needs & used}, (
+        "extras whose packages nothing imports"
+    )
 
 
 def test_errors_name_extras_that_exist_and_versions_that_they_install() -> None:
@@ -101,10 +113,14 @@ def test_errors_name_extras_that_exist_and_versions_that_they_install() -> None:
     for path in pages:
         text = path.read_text(encoding="utf-8")
         named |= {
-            part.strip() for found in re.findall(r"trainer-kit\[([a-z, -]+)\]", text) for part in found.split(",")
+            part.strip()
+            for found in re.findall(r"trainer-kit\[([a-z, -]+)\]", text)
+            for part in found.split(",")
         }
         for name, version in (
-            re.findall(r"[\"']([a-z][a-z0-9_-]+)(>=[0-9.]+)[\"']", text) if path.suffix == ".py" else ()
+            re.findall(r"[\"']([a-z][a-z0-9_-]+)(>=[0-9.]+)[\"']", text)
+            if path.suffix == ".py"
+            else ()
         ):
             if canonicalize_name(name) in declared:
                 assert declared[canonicalize_name(name)] == version, f"{path}: {name}{version}"
@@ -116,10 +132,14 @@ def test_errors_name_extras_that_exist_and_versions_that_they_install() -> None:
 def test_metadata_has_one_version_and_names_each_python() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", tk.__version__)
     assert "version" in project()["dynamic"]
-    python = [line.rpartition(" ")[2] for line in project()["classifiers"] if ":: Python :: 3." in line]
+    python = [
+        line.rpartition(" ")[2] for line in project()["classifiers"] if ":: Python :: 3." in line
+    ]
     assert python == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert project()["requires-python"] == ">=3.10"
-    newest = re.search(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(
+        r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
     assert newest is None or newest[1] == tk.__version__
 
 
@@ -146,7 +166,9 @@ def test_the_source_is_that_of_python_3_10() -> None:
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_the_demo_installs_what_its_script_imports() -> None:
     command = ["make", "--dry-run", "--always-make", "demo"]
-    plan = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
+    plan = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    ).stdout
     installed = re.findall(r"-e \"\.\[([^]]+)\]\"", plan)
     assert installed == ["examples"], plan
     assert "examples/digits.py" in plan
@@ -156,10 +178,14 @@ def tracked() -> set[str]:
     """The files of a checkout that a source distribution has: all but dot files and the links."""
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
-    return {name for name in listed if name and not name.startswith(".") and name not in {"callbacks", "strategies"}}
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    return {
+        name
+        for name in listed
+        if name and not name.startswith(".") and name not in {"callbacks", "strategies"}
+    }
 
 
 def build(source: Path, into: Path) -> tuple[Path, Path]:
@@ -168,7 +194,9 @@ def build(source: Path, into: Path) -> tuple[Path, Path]:
     code = "from setuptools import build_meta; build_meta.build_{kind}({into!r})"
     for kind in ("sdist", "wheel"):
         command = [sys.executable, "-c", code.format(kind=kind, into=str(into))]
-        done = subprocess.run(command, cwd=source, capture_output=True, text=True, timeout=200, check=False)
+        done = subprocess.run(
+            command, cwd=source, capture_output=True, text=True, timeout=200, check=False
+        )
         assert done.returncode == 0, done.stderr
         if kind == "sdist":
             (sdist,) = into.glob("*.tar.gz")
@@ -193,9 +221,13 @@ def archives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.mark.long
 def test_a_source_distribution_is_the_whole_checkout(archives: tuple[Path, Path]) -> None:
     with tarfile.open(archives[0]) as archive:
-        inside = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+        inside = {
+            member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()
+        }
     made = {"PKG-INFO", "setup.cfg"}
-    assert {name for name in inside if not name.startswith("trainer_kit.egg-info/")} - made == tracked()
+    assert {
+        name for name in inside if not name.startswith("trainer_kit.egg-info/")
+    } - made == tracked()
 
 
 @pytest.mark.long
@@ -218,7 +250,16 @@ def installed(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
     (site,) = home.glob("lib/python3*/site-packages")
     behind = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
     (site / "behind.pth").write_text("\n".join(behind) + "\n")
-    pip = [sys.executable, "-m", "pip", "--python", home / "bin" / "python", "install", "--quiet", "--no-compile"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        home / "bin" / "python",
+        "install",
+        "--quiet",
+        "--no-compile",
+    ]
     done = subprocess.run(
         [*pip, "--no-index", "--no-deps", "--ignore-installed", archives[1]],
         capture_output=True, text=True, timeout=200, check=False,
@@ -229,7 +270,9 @@ def installed(archives: tuple[Path, Path], tmp_path_factory: pytest.TempPathFact
 
 def run(home: Path, *command: str, directory: Path) -> str:
     # Python's own variables would lead to this checkout.
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+    }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
         [home / "bin" / command[0], *command[1:]],
@@ -241,7 +284,10 @@ def run(home: Path, *command: str, directory: Path) -> str:
 
 @pytest.mark.long
 def test_the_commands_of_an_installed_wheel(installed: Path, tmp_path: Path) -> None:
-    assert run(installed, "trainer-kit", "--version", directory=tmp_path) == f"trainer-kit, version {tk.__version__}\n"
+    assert (
+        run(installed, "trainer-kit", "--version", directory=tmp_path)
+        == f"trainer-kit, version {tk.__version__}\n"
+    )
     assert "launch" in run(installed, "python", "-m", "trainer_kit", "--help", directory=tmp_path)
 
 
@@ -314,15 +360,27 @@ def test_an_installed_wheel_needs_only_its_dependencies(installed: Path, tmp_pat
     )
     lines = run(installed, "python", "alone.py", "", "script.py", directory=tmp_path).splitlines()
     # Modules of one command and of a pytest plugin: their extras are `migrate` and `testing`.
-    alone = [("trainer_kit.commands.migrate_rewrite", "libcst"), ("trainer_kit.testing.pytest_plugin", "pytest")]
+    alone = [
+        ("trainer_kit.commands.migrate_rewrite", "libcst"),
+        ("trainer_kit.testing.pytest_plugin", "pytest"),
+    ]
     assert lines[0] == str(alone)
     assert lines[-1].startswith(str(installed)), "the module of the wheel"
     (report,) = tmp_path.glob("**/report.html")
-    assert "uPlot" in report.read_text(encoding="utf-8"), "the page and its library come with the wheel"
+    assert "uPlot" in report.read_text(encoding="utf-8"), (
+        "the page and its library come with the wheel"
+    )
 
 
 @pytest.mark.long
 def test_the_demo_needs_the_dependencies_and_scikit_learn(installed: Path, tmp_path: Path) -> None:
     (tmp_path / "alone.py").write_text(ALONE)
-    command = ("alone.py", "examples", str(ROOT / "examples" / "digits.py"), "--fast", "--accelerator", "cpu")
+    command = (
+        "alone.py",
+        "examples",
+        str(ROOT / "examples" / "digits.py"),
+        "--fast",
+        "--accelerator",
+        "cpu",
+    )
     assert "test accuracy" in run(installed, "python", *command, directory=tmp_path)

@@ -129,7 +129,9 @@ HEAVY = [
 def loaded(code):
     """Which heavy modules are there after ``code``, in a process of its own."""
     listing = f"{code}\nimport sys\nprint(*[name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", listing], capture_output=True, text=True, check=True, timeout=100
+    )
     return set(done.stdout.split())
 
 
@@ -201,4 +203,7 @@ def test_importing_the_package_loads_nothing_heavy():
 def test_importing_the_trainer_loads_nothing_heavy_beyond_torch():
     of_torch = loaded("import torch")
     of_data = loaded("import torch, numpy, torch.utils.data")
-    assert loaded("from trainer_kit import Trainer, TrainModule, DataModule, Callback") <= of_torch | of_data
+    assert (
+        loaded("from trainer_kit import Trainer, TrainModule, DataModule, Callback")
+        <= of_torch | of_data
+    )

@@ -15,10 +15,18 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from trainer_kit import Callback, DataModule, Trainer, TrainModule, seed_everything
 from trainer_kit.callbacks import GradientAccumulation, ModelCheckpoint, Timer
 from trainer_kit.core import seed as seeds
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataError, StrategyError, TrainerKitError
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DataError,
+    StrategyError,
+    TrainerKitError,
+)
 from trainer_kit.loggers import CSVLogger
 
-OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+OFF = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 
 
 class Net(TrainModule):
@@ -99,7 +107,9 @@ class Order(Callback):
         self.calls.append(("epoch_end", trainer.global_step))
 
     def on_validation_start(self, trainer, module):
-        self.calls.append(("sanity" if trainer.sanity_checking else "validation", trainer.global_step))
+        self.calls.append(
+            ("sanity" if trainer.sanity_checking else "validation", trainer.global_step)
+        )
 
     def on_train_end(self, trainer, module):
         self.calls.append(("end", trainer.global_step))
@@ -136,7 +146,9 @@ def weights(module):
 
 
 def files(directory):
-    return sorted(str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file())
+    return sorted(
+        str(path.relative_to(directory)) for path in Path(directory).rglob("*") if path.is_file()
+    )
 
 
 # -- how long ------------------------------------------------------------------------------------------------------
@@ -187,7 +199,9 @@ def test_a_limit_in_tokens_without_a_count_is_refused_before_the_first_step(argu
     assert module.counts["train"] == 0
 
 
-@pytest.mark.parametrize("options", [{"min_epochs": 2}, {"min_steps": 15}, {"min_epochs": 1, "min_steps": 15}])
+@pytest.mark.parametrize(
+    "options", [{"min_epochs": 2}, {"min_steps": 15}, {"min_epochs": 1, "min_steps": 15}]
+)
 def test_a_stop_is_put_off_until_the_minimum_and_then_asked_again(options):
     class Stops(Callback):
         def on_train_step_end(self, trainer, module):
@@ -195,7 +209,9 @@ def test_a_stop_is_put_off_until_the_minimum_and_then_asked_again(options):
                 trainer.stop("enough")
 
     trainer = fit(callbacks=[Stops()], max_epochs=5, **options)
-    assert trainer.global_step == (20 if "min_epochs" in options and options["min_epochs"] == 2 else 15)
+    assert trainer.global_step == (
+        20 if "min_epochs" in options and options["min_epochs"] == 2 else 15
+    )
 
 
 def test_a_stop_that_is_not_asked_again_waits_for_the_minimum():
@@ -218,7 +234,9 @@ def test_the_end_inside_an_epoch_still_ends_the_epoch_for_its_hooks():
     ]
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 13}, {"max_duration": "13ba"}, {"limit_train_batches": 3}])
+@pytest.mark.parametrize(
+    "limit", [{"max_steps": 13}, {"max_duration": "13ba"}, {"limit_train_batches": 3}]
+)
 def test_nothing_is_read_and_thrown_away(limit):
     data = Samples()
     trainer = fit(train=DataLoader(data, batch_size=2), max_epochs=2, **limit)
@@ -252,11 +270,15 @@ def test_a_second_fit_starts_from_scratch():
 # -- how much of the data ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(3, 3), (0.25, 2), (1.0, 10), (100, 10), (0, 0), (0.0, 0), (1, 1)])
+@pytest.mark.parametrize(
+    ("limit", "expected"), [(3, 3), (0.25, 2), (1.0, 10), (100, 10), (0, 0), (0.0, 0), (1, 1)]
+)
 def test_limits_in_batches_and_fractions(limit, expected):
     module = Net()
     names = ("train", "val", "test", "predict")
-    trainer = fit(module, val=loader(), max_epochs=1, **{f"limit_{name}_batches": limit for name in names})
+    trainer = fit(
+        module, val=loader(), max_epochs=1, **{f"limit_{name}_batches": limit for name in names}
+    )
     assert trainer.num_training_batches == expected
     if expected:
         assert module.counts == {"train": expected, "val": expected + min(2, expected), "test": 0}
@@ -289,7 +311,13 @@ def test_a_fraction_that_is_less_than_a_batch_is_refused_by_name():
 def test_overfitting_sees_the_same_few_batches_unshuffled_again_and_again():
     module = Net()
     data = Samples()
-    fit(module, DataLoader(data, batch_size=2, shuffle=True), loader(), overfit_batches=3, num_sanity_val_steps=0)
+    fit(
+        module,
+        DataLoader(data, batch_size=2, shuffle=True),
+        loader(),
+        overfit_batches=3,
+        num_sanity_val_steps=0,
+    )
     assert [batch[:, 0].tolist() for batch in module.seen["train"]] == [[0, 1], [2, 3], [4, 5]] * 2
     assert module.counts["val"] == 6
 
@@ -370,12 +398,16 @@ def test_validation_runs_when_it_is_due(options, expected):
 
 
 def test_an_interval_that_is_never_reached_is_refused():
-    with pytest.raises(ConfigurationError, match=r"(?s)validation would never run.*val_check_interval=11"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)validation would never run.*val_check_interval=11"
+    ):
         fit(val=loader(4), val_check_interval=11)
 
 
 def test_a_fraction_of_an_unknown_epoch_is_refused():
-    with pytest.raises(ConfigurationError, match=r"(?s)length of the epoch is unknown.*val_check_interval=0.5"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)length of the epoch is unknown.*val_check_interval=0.5"
+    ):
         fit(train=DataLoader(Stream(5)), val=loader(4), val_check_interval=0.5)
 
 
@@ -423,7 +455,9 @@ def test_inference_mode_is_torch_s_unless_switched_off_and_never_inside_a_fit():
 
 def test_an_iterable_that_is_shorter_than_its_length_ends_its_epochs():
     module = Net()
-    trainer = fit(module, DataLoader(Stream(6, claimed=20), batch_size=2), loader(4), num_sanity_val_steps=0)
+    trainer = fit(
+        module, DataLoader(Stream(6, claimed=20), batch_size=2), loader(4), num_sanity_val_steps=0
+    )
     assert progress(trainer) == (2, 6, 6)
     assert trainer.order.of("epoch_end") == trainer.order.of("validation") == [3, 6]
 
@@ -437,7 +471,12 @@ def test_an_iterable_without_a_length():
 
 @pytest.mark.parametrize(
     "make_empty",
-    [list, lambda: DataLoader(Stream(0)), lambda: DataLoader(Stream(0, claimed=4)), lambda: iter(())],
+    [
+        list,
+        lambda: DataLoader(Stream(0)),
+        lambda: DataLoader(Stream(0, claimed=4)),
+        lambda: iter(()),
+    ],
 )
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_epochs": None, "max_steps": 3}])
 def test_an_empty_loader_is_an_error(make_empty, limit):
@@ -471,7 +510,11 @@ def test_batches_that_are_tuples_and_dicts():
             x = batch["x"] if isinstance(batch, dict) else batch[0]
             return super().training_step(x, batch_idx)
 
-    fit(Takes(), DataLoader(TensorDataset(torch.ones(4, 2), torch.ones(4)), batch_size=2), max_epochs=1)
+    fit(
+        Takes(),
+        DataLoader(TensorDataset(torch.ones(4, 2), torch.ones(4)), batch_size=2),
+        max_epochs=1,
+    )
     fit(Takes(), [{"x": torch.ones(2, 2), "name": "first"}], max_epochs=1)
 
 
@@ -639,7 +682,10 @@ def test_an_anomaly_names_the_operation():
         def training_step(self, batch, batch_idx):
             return (self.layer.weight.sum() * 0).sqrt() * 0
 
-    with pytest.warns(UserWarning, match="Error detected in SqrtBackward"), pytest.raises(RuntimeError, match="nan"):
+    with (
+        pytest.warns(UserWarning, match="Error detected in SqrtBackward"),
+        pytest.raises(RuntimeError, match="nan"),
+    ):
         fit(Nan(), detect_anomaly=True)
 
 
@@ -722,7 +768,11 @@ def test_gradients_are_clipped(algorithm, value):
 def test_precision_by_word_and_by_plugin():
     from trainer_kit.precision import make_precision
 
-    for options in ({"precision": "64-true"}, {"precision": 64}, {"plugins": [make_precision("64-true", "cpu")]}):
+    for options in (
+        {"precision": "64-true"},
+        {"precision": 64},
+        {"plugins": [make_precision("64-true", "cpu")]},
+    ):
         module = Net()
         fit(module, [torch.ones(2, 2)], max_epochs=1, **options)
         assert module.layer.weight.dtype == torch.float64
@@ -745,7 +795,10 @@ def test_a_fast_run_never_writes_files(tmp_path, monkeypatch, capsys):
         logger=True,
         max_epochs=9,
         default_root_dir=tmp_path / "runs",
-        callbacks=[ModelCheckpoint(dirpath=tmp_path / "c", every_n_train_steps=1, save_last=True), Asks()],
+        callbacks=[
+            ModelCheckpoint(dirpath=tmp_path / "c", every_n_train_steps=1, save_last=True),
+            Asks(),
+        ],
     )
     trainer.fit(module, loader(), loader())
     trainer.test(module, loader(), verbose=False)
@@ -945,7 +998,9 @@ def test_last_ignores_checkpoints_with_only_weights(tmp_path, apart):
         place = tmp_path / ("b" if apart else "a")
         return [
             whole,
-            ModelCheckpoint(dirpath=place, filename="w-{step}", every_n_train_steps=1, save_weights_only=True),
+            ModelCheckpoint(
+                dirpath=place, filename="w-{step}", every_n_train_steps=1, save_weights_only=True
+            ),
         ]
 
     make(max_steps=5, callbacks=keepers(), default_root_dir=tmp_path).fit(Net(), loader(9))
@@ -958,8 +1013,12 @@ def test_last_ignores_checkpoints_with_only_weights(tmp_path, apart):
 
 def test_last_is_refused_where_only_weights_exist(tmp_path):
     def fit(steps, **options):
-        keeper = ModelCheckpoint(dirpath=tmp_path / "a", every_n_train_steps=1, save_weights_only=True)
-        make(max_steps=steps, callbacks=[keeper], default_root_dir=tmp_path).fit(Net(), loader(4), **options)
+        keeper = ModelCheckpoint(
+            dirpath=tmp_path / "a", every_n_train_steps=1, save_weights_only=True
+        )
+        make(max_steps=steps, callbacks=[keeper], default_root_dir=tmp_path).fit(
+            Net(), loader(4), **options
+        )
 
     fit(2)
     with pytest.raises(CheckpointError, match="holds only weights, and cannot be resumed"):
@@ -1031,7 +1090,10 @@ def test_validate_and_test_return_one_dict_of_logged_values_for_each_loader(caps
     assert [sorted(part) for part in one] == [["val_loss"]]
     assert "val_loss" in capsys.readouterr().out
     two = trainer.test(Net(), [loader(4), loader(2)], verbose=False)
-    assert [sorted(part) for part in two] == [["test_loss/dataloader_idx_0"], ["test_loss/dataloader_idx_1"]]
+    assert [sorted(part) for part in two] == [
+        ["test_loss/dataloader_idx_0"],
+        ["test_loss/dataloader_idx_1"],
+    ]
     assert capsys.readouterr().out == ""
     assert all(type(value) is float for part in two for value in part.values())
 
@@ -1074,7 +1136,9 @@ def test_predictions_that_are_not_returned_are_not_kept():
     kept = []
 
     class Keeps(Callback):
-        def on_predict_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        def on_predict_batch_end(
+            self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0
+        ):
             kept.append(outputs)
 
     assert make(callbacks=Keeps()).predict(Net(), loader(4), return_predictions=False) is None
@@ -1094,7 +1158,9 @@ def test_a_module_that_reads_the_length_of_the_run_to_configure_itself():
 
     class Reads(Net):
         def configure_optimizers(self):
-            seen.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+            seen.append(
+                (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+            )
             return super().configure_optimizers()
 
     fit(Reads())
@@ -1134,10 +1200,14 @@ def test_the_length_of_the_run_is_known_to_setup_and_the_loaders_are_made_once()
 
     class Reads(Net):
         def setup(self, stage):
-            seen.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+            seen.append(
+                (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+            )
 
         def configure_optimizers(self):
-            seen.append((self.trainer.estimated_stepping_batches, self.trainer.num_training_batches))
+            seen.append(
+                (self.trainer.estimated_stepping_batches, self.trainer.num_training_batches)
+            )
             return super().configure_optimizers()
 
     trainer = Trainer(barebones=True, max_epochs=2, limit_train_batches=3)
@@ -1154,7 +1224,13 @@ def test_a_limit_in_batches_of_an_epoch_of_unknown_length_is_known_in_steps():
             seen.append(self.trainer.estimated_stepping_batches)
             return super().configure_optimizers()
 
-    fit(Reads(), DataLoader(Stream(4)), max_epochs=None, max_duration="9ba", accumulate_grad_batches=2)
+    fit(
+        Reads(),
+        DataLoader(Stream(4)),
+        max_epochs=None,
+        max_duration="9ba",
+        accumulate_grad_batches=2,
+    )
     assert seen == [5]
 
 
@@ -1178,10 +1254,19 @@ def test_states_are_known_to_hooks():
 
     class Looks(Callback):
         def look(self, trainer, *_):
-            verbs = ("training", "validating", "testing", "predicting", "sanity_checking", "evaluating")
+            verbs = (
+                "training",
+                "validating",
+                "testing",
+                "predicting",
+                "sanity_checking",
+                "evaluating",
+            )
             seen.append({name for name in verbs if getattr(trainer, name)})
 
-        on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = look
+        on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = (
+            look
+        )
 
     trainer = make(max_epochs=1, callbacks=Looks(), num_sanity_val_steps=1)
     trainer.fit(Net(), loader(2), loader(2))
@@ -1201,10 +1286,19 @@ def test_parts_by_lightning_s_names():
     module = Net()
     trainer = fit(module)
     assert trainer.model is trainer.lightning_module is trainer.module is module
-    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size) == (0, 0, 0, 1)
+    assert (trainer.global_rank, trainer.local_rank, trainer.node_rank, trainer.world_size) == (
+        0,
+        0,
+        0,
+        1,
+    )
     assert (trainer.is_global_zero, trainer.num_devices) == (True, 1)
     assert isinstance(trainer.optimizers[0], torch.optim.SGD)
-    assert (trainer.logger, trainer.loggers, trainer.log_dir) == (None, [], trainer.default_root_dir)
+    assert (trainer.logger, trainer.loggers, trainer.log_dir) == (
+        None,
+        [],
+        trainer.default_root_dir,
+    )
     assert (trainer.max_epochs, trainer.max_steps, trainer.log_every_n_steps) == (2, -1, 50)
     assert trainer.current_epoch == 2
     assert trainer.precision == "32-true"
@@ -1224,7 +1318,14 @@ def test_functions_are_called_as_callbacks_are():
         calls.append(("step", trainer.global_step))
 
     trainer.fit(Net(), loader())
-    assert calls == [("step", 5), ("step", 10), ("epoch", 0), ("step", 15), ("step", 20), ("epoch", 1)]
+    assert calls == [
+        ("step", 5),
+        ("step", 10),
+        ("epoch", 0),
+        ("step", 15),
+        ("step", 20),
+        ("epoch", 1),
+    ]
 
 
 def test_callbacks_cannot_change_while_an_entry_point_runs():
@@ -1252,7 +1353,10 @@ def test_a_verb_inside_a_verb_is_refused():
     ("options", "said"),
     [
         ({"profiler": "simpel"}, r"(?s)profiler.*did you mean 'simple'"),
-        ({"resume": "latest"}, r"(?s)resume must be \"auto\" or None.*found: resume='latest'.*ckpt_path"),
+        (
+            {"resume": "latest"},
+            r"(?s)resume must be \"auto\" or None.*found: resume='latest'.*ckpt_path",
+        ),
         ({"resume": "Auto"}, "did you mean 'auto'"),
         ({"resume": True}, "found: resume=True"),
         ({"reload_dataloaders_every_n_epochs": True}, "reload_dataloaders_every_n_epochs=True"),
@@ -1292,7 +1396,9 @@ def test_a_wrong_argument_is_refused_before_anything_runs(options, said):
 
 
 def test_an_unknown_argument_is_refused_with_the_nearest():
-    with pytest.raises(ConfigurationError, match=r"no argument 'max_epoch'(.|\n)*did you mean 'max_epochs'"):
+    with pytest.raises(
+        ConfigurationError, match=r"no argument 'max_epoch'(.|\n)*did you mean 'max_epochs'"
+    ):
         Trainer(max_epoch=3)
 
 
@@ -1309,7 +1415,8 @@ def test_a_plain_module_is_refused_with_a_fix():
 
 
 @pytest.mark.parametrize(
-    ("verb", "missing"), [("fit", "training_step"), ("validate", "validation_step"), ("test", "test_step")]
+    ("verb", "missing"),
+    [("fit", "training_step"), ("validate", "validation_step"), ("test", "test_step")],
 )
 def test_a_missing_step_is_named(verb, missing):
     class Bare(TrainModule):
@@ -1323,7 +1430,9 @@ def test_a_missing_optimizer_is_named():
     class Bare(TrainModule):
         def training_step(self, batch, batch_idx): ...
 
-    with pytest.raises(ConfigurationError, match=r"(?s)Bare has no optimizer.*configure_optimizers"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)Bare has no optimizer.*configure_optimizers"
+    ):
         make(max_epochs=1).fit(Bare(), loader())
 
 

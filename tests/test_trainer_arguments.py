@@ -16,7 +16,9 @@ from trainer_kit.core.errors import ConfigurationError, DurationError
 from trainer_kit.loggers import CSVLogger, JSONLLogger, WandbLogger
 from trainer_kit.testing import TinyModule
 
-OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+OFF = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 DATA = [torch.randn(4, 32)] * 4
 TRACES = tk.ProfileKwargs(activities=["cpu"], output_trace_dir="~/traces")
 
@@ -79,7 +81,9 @@ def test_loggers_plugins_and_the_modules_callbacks_in_any_iterable(form, tmp_pat
 
 def test_an_accumulation_callback_of_a_generator_counts():
     steps = Heard()
-    trainer = tk.Trainer(max_epochs=1, callbacks=(each for each in (GradientAccumulation(2), steps)), **OFF)
+    trainer = tk.Trainer(
+        max_epochs=1, callbacks=(each for each in (GradientAccumulation(2), steps)), **OFF
+    )
     trainer.fit(TinyModule(), DATA)
     assert trainer.global_step == 2
 
@@ -89,7 +93,9 @@ def test_a_mapping_of_callbacks_is_refused_with_the_way_out():
         tk.Trainer(callbacks={"mine": Heard()}, **OFF)
 
 
-@pytest.mark.parametrize("length", ["00:00:00:02", {"seconds": 2}, timedelta(seconds=2), "2s"], ids=str)
+@pytest.mark.parametrize(
+    "length", ["00:00:00:02", {"seconds": 2}, timedelta(seconds=2), "2s"], ids=str
+)
 def test_every_duration_argument_takes_time_in_every_form(length, tmp_path):
     class Validates(TinyModule):
         validated = 0
@@ -104,7 +110,10 @@ def test_every_duration_argument_takes_time_in_every_form(length, tmp_path):
     assert module.validated == 0, "four batches take less than two seconds"
     keeper = ModelCheckpoint(tmp_path, train_time_interval=length)
     trainer = tk.Trainer(
-        max_duration=length, max_time=length, callbacks=keeper, **{**OFF, "enable_checkpointing": True}
+        max_duration=length,
+        max_time=length,
+        callbacks=keeper,
+        **{**OFF, "enable_checkpointing": True},
     )
     assert str(trainer.settings.max_duration) == "2.0s"
     assert Timer(length).time_remaining() == 2.0
@@ -117,7 +126,9 @@ def test_validation_by_the_clock_runs():
         def on_validation_start(self):
             self.validated += 1
 
-    trainer = tk.Trainer(max_epochs=1, val_check_interval={"microseconds": 1}, num_sanity_val_steps=0, **OFF)
+    trainer = tk.Trainer(
+        max_epochs=1, val_check_interval={"microseconds": 1}, num_sanity_val_steps=0, **OFF
+    )
     module = Validates()
     trainer.fit(module, DATA, DATA)
     assert module.validated == 4
@@ -132,7 +143,11 @@ def test_time_that_cannot_be_read(wrong):
 def test_a_users_timer_and_max_time_keep_their_own_limits(tmp_path):
     def train(max_time, own, epochs, ckpt_path=None):
         trainer = tk.Trainer(
-            max_epochs=epochs, max_time=max_time, callbacks=[own], default_root_dir=tmp_path, **{**OFF, "logger": "csv"}
+            max_epochs=epochs,
+            max_time=max_time,
+            callbacks=[own],
+            default_root_dir=tmp_path,
+            **{**OFF, "logger": "csv"},
         )
         trainer.fit(TinyModule(), DATA, ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / "saved")
@@ -149,7 +164,9 @@ def test_a_users_timer_and_max_time_keep_their_own_limits(tmp_path):
     train("1h", saved, 1)
     resumed = Timer()
     train("1h", resumed, 2, tmp_path / "saved")
-    assert resumed.time_elapsed() > saved.time_elapsed() > 0, "both continue from the time of the checkpoint"
+    assert resumed.time_elapsed() > saved.time_elapsed() > 0, (
+        "both continue from the time of the checkpoint"
+    )
     both = tk.Trainer(max_epochs=9, max_time="2h", callbacks=Timer("1h"), **OFF)
     assert "after 9 epochs, or after 3600s, or after 7200s" in str(both.explain())
 
@@ -175,9 +192,21 @@ def test_arguments_are_read_back_as_given():
         **OFF,
     )
     for _ in range(2):
-        assert (trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches) == (-1, 2, 2)
-        assert (trainer.limit_train_batches, trainer.limit_val_batches, trainer.limit_test_batches) == (0.5, 3, 2)
-        assert (trainer.limit_predict_batches, trainer.overfit_batches, trainer.num_sanity_val_steps) == (1, 2, 0)
+        assert (trainer.max_epochs, trainer.max_steps, trainer.accumulate_grad_batches) == (
+            -1,
+            2,
+            2,
+        )
+        assert (
+            trainer.limit_train_batches,
+            trainer.limit_val_batches,
+            trainer.limit_test_batches,
+        ) == (0.5, 3, 2)
+        assert (
+            trainer.limit_predict_batches,
+            trainer.overfit_batches,
+            trainer.num_sanity_val_steps,
+        ) == (1, 2, 0)
         assert (trainer.val_check_interval, trainer.check_val_every_n_epoch) == (0.5, 2)
         assert (trainer.gradient_clip_val, trainer.gradient_clip_algorithm) == (0.5, "norm")
         trainer.fit(TinyModule(), DATA)
@@ -206,7 +235,10 @@ def test_a_tilde_is_the_home_directory_in_every_path(monkeypatch, tmp_path):
 
     accelerator = tk.Accelerator(project_dir="~/project", cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
-    assert (accelerator.project_dir, accelerator.logging_dir) == (str(home / "project"), str(home / "project"))
+    assert (accelerator.project_dir, accelerator.logging_dir) == (
+        str(home / "project"),
+        str(home / "project"),
+    )
     accelerator.save_state("~/state")
     accelerator.load_state("~/state")
     accelerator.save_model(model, "~/model")

@@ -21,7 +21,11 @@ pytestmark = pytest.mark.long
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A project with an environment in which the package is installed as a wheel installs it."""
     made = tmp_path_factory.mktemp("project")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", made / "environment"], check=True, timeout=100)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", made / "environment"],
+        check=True,
+        timeout=100,
+    )
     (site,) = (made / "environment").glob("lib/python3*/site-packages")
     (site / "trainer_kit").symlink_to(ROOT / "trainer_kit")
     behind = [path for path in sys.path if Path(path).name in {"site-packages", "dist-packages"}]
@@ -29,13 +33,20 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (ROOT / "tests" / "typing_user.py").read_text(encoding="utf-8")
     (made / "right.py").write_text(text, encoding="utf-8")
     (made / "wrong.py").write_text(text + WRONG, encoding="utf-8")
-    settings = {"typeCheckingMode": "strict", "pythonVersion": "3.10", "venvPath": ".", "venv": "environment"}
+    settings = {
+        "typeCheckingMode": "strict",
+        "pythonVersion": "3.10",
+        "venvPath": ".",
+        "venv": "environment",
+    }
     (made / "pyrightconfig.json").write_text(json.dumps(settings))
     return made
 
 
 def check(*command: str | Path, home: Path) -> str:
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=home, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode in (0, 1), done.stderr
     return done.stdout
 
@@ -43,15 +54,28 @@ def check(*command: str | Path, home: Path) -> str:
 @pytest.mark.timeout(650)
 def test_mypy(home: Path) -> None:
     python = home / "environment" / "bin" / "python"
-    mypy = (sys.executable, "-m", "mypy", "--strict", "--python-executable", python, "--python-version", "3.10")
+    mypy = (
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--python-executable",
+        python,
+        "--python-version",
+        "3.10",
+    )
     assert check(*mypy, "right.py", home=home) == "Success: no issues found in 1 source file\n"
     printed = check(*mypy, "wrong.py", home=home)
-    assert "Found 1 error in 1 file" in printed, "without py.typed every type is Any, and nothing is found"
+    assert "Found 1 error in 1 file" in printed, (
+        "without py.typed every type is Any, and nothing is found"
+    )
     assert 'expression has type "int", variable has type "str"' in printed
 
 
 @pytest.mark.timeout(650)
-@pytest.mark.skipif(PYRIGHT is None, reason="pyright is not installed (npm install --global pyright)")
+@pytest.mark.skipif(
+    PYRIGHT is None, reason="pyright is not installed (npm install --global pyright)"
+)
 def test_pyright(home: Path) -> None:
     assert PYRIGHT is not None
     assert check(PYRIGHT, "right.py", home=home).startswith("0 errors, 0 warnings")

@@ -13,7 +13,13 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-    from trainer_kit.callbacks import AutoMicroBatch, GradientAccumulation, HealthCheck, NaNGuard, ReplayCheck
+    from trainer_kit.callbacks import (
+        AutoMicroBatch,
+        GradientAccumulation,
+        HealthCheck,
+        NaNGuard,
+        ReplayCheck,
+    )
     from trainer_kit.core.module import TrainModule
     from trainer_kit.core.protocols import (
         ActsAtIntervals,
@@ -27,7 +33,13 @@ if TYPE_CHECKING:
         SplitsBatches,
         TrainerLike,
     )
-    from trainer_kit.loggers import CSVLogger, DummyLogger, JSONLLogger, TensorBoardLogger, WandbLogger
+    from trainer_kit.loggers import (
+        CSVLogger,
+        DummyLogger,
+        JSONLLogger,
+        TensorBoardLogger,
+        WandbLogger,
+    )
     from trainer_kit.loggers.run_logger import RunLogger
     from trainer_kit.precision import (
         BitsandbytesPrecision,
@@ -124,17 +136,31 @@ if TYPE_CHECKING:
 
     class UsersModule(TrainModule):
         def training_step(self, batch: Tensor, batch_index: int) -> Tensor:
-            steps: int = self.trainer.global_step + self.trainer.current_epoch + self.trainer.accumulate_grad_batches
-            ranks: list[int] = [self.trainer.global_rank, self.trainer.local_rank, self.trainer.world_size]
+            steps: int = (
+                self.trainer.global_step
+                + self.trainer.current_epoch
+                + self.trainer.accumulate_grad_batches
+            )
+            ranks: list[int] = [
+                self.trainer.global_rank,
+                self.trainer.local_rank,
+                self.trainer.world_size,
+            ]
             planned: int | float = self.trainer.estimated_stepping_batches
             limits: tuple[int | None, int] = self.trainer.max_epochs, self.trainer.max_steps
             optimizers: list[Optimizer] = self.trainer.optimizers
             loss: Tensor | None = self.trainer.callback_metrics.get("loss")
             where: tuple[str, str | None] = self.trainer.default_root_dir, self.trainer.log_dir
-            stage: bool = self.trainer.training or self.trainer.validating or self.trainer.sanity_checking
+            stage: bool = (
+                self.trainer.training or self.trainer.validating or self.trainer.sanity_checking
+            )
             batches: int | float = self.trainer.num_training_batches
-            self.trainer.print(steps, ranks, planned, limits, optimizers, loss, where, stage, batches)
-            self.trainer.print(self.trainer.strategy.device, self.trainer.logger, self.trainer.datamodule)
+            self.trainer.print(
+                steps, ranks, planned, limits, optimizers, loss, where, stage, batches
+            )
+            self.trainer.print(
+                self.trainer.strategy.device, self.trainer.logger, self.trainer.datamodule
+            )
             self.trainer.should_stop = True
             self.trainer.save_checkpoint("now")
             self.trainer.global_step = 3  # type: ignore[misc]

@@ -63,7 +63,10 @@ class Classifier(TrainModule):
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams["lr"])
         steps = int(self.trainer.estimated_stepping_batches)
         scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     def setup(self, stage: str) -> None:
         self.example_input_array = torch.rand(1, 2)
@@ -121,7 +124,12 @@ class StopWhenGood(tk.Callback):
         self, trainer: Trainer, module: TrainModule, outputs: Any, batch: Batch, batch_idx: int
     ) -> None:
         if trainer.global_step == 100:
-            trainer.print(trainer.log_dir, trainer.default_root_dir, trainer.world_size, trainer.num_training_batches)
+            trainer.print(
+                trainer.log_dir,
+                trainer.default_root_dir,
+                trainer.world_size,
+                trainer.num_training_batches,
+            )
 
     def on_train_epoch_end(self, trainer: Trainer, module: TrainModule) -> None:
         if trainer.callback_metrics["train_loss"] < self.loss:
@@ -147,7 +155,9 @@ def strategy(word: str) -> str | Strategy:
 
 def train(directory: Path) -> float:
     seed_everything(1, workers=True)
-    checkpoint = ModelCheckpoint(directory, monitor="val_acc", mode="max", save_top_k=2, save_last=True)
+    checkpoint = ModelCheckpoint(
+        directory, monitor="val_acc", mode="max", save_top_k=2, save_last=True
+    )
     trainer = Trainer(
         accelerator="auto", devices="auto", strategy=strategy("ddp"), precision="bf16-mixed", max_epochs=5,
         max_time="00:01:00:00", val_check_interval=0.5, limit_train_batches=0.1, accumulate_grad_batches=2,
@@ -169,8 +179,15 @@ def train(directory: Path) -> float:
     trainer.fit(module, data.val_dataloader(), ckpt_path="last")
     results = trainer.validate(module, datamodule=data, ckpt_path="best")
     predictions = trainer.predict(module, data.val_dataloader())
-    print(len(predictions or []), checkpoint.best_model_path, checkpoint.best_model_score, trainer.explain())
-    loaded = Classifier.load_from_checkpoint(checkpoint.best_model_path, map_location="cpu", width=16)
+    print(
+        len(predictions or []),
+        checkpoint.best_model_path,
+        checkpoint.best_model_score,
+        trainer.explain(),
+    )
+    loaded = Classifier.load_from_checkpoint(
+        checkpoint.best_model_path, map_location="cpu", width=16
+    )
     print(loaded.net, loaded.eval().freeze())
     found = Tuner(Trainer()).lr_find(module, datamodule=data)
     if found is not None:
@@ -182,7 +199,10 @@ def train(directory: Path) -> float:
 
 def loop(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[float]:
     accelerator = Accelerator(
-        mixed_precision="bf16", gradient_accumulation_steps=4, log_with="tensorboard", project_dir="."
+        mixed_precision="bf16",
+        gradient_accumulation_steps=4,
+        log_with="tensorboard",
+        project_dir=".",
     )
     accelerator.init_trackers("run", config={"lr": 0.1})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -208,4 +228,8 @@ def loop(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[f
 
 
 if __name__ == "__main__":
-    print(train(Path("runs")), MixedPrecision, sum(loop(nn.Linear(2, 2), DataLoader(TensorDataset(torch.rand(8, 2))))))
+    print(
+        train(Path("runs")),
+        MixedPrecision,
+        sum(loop(nn.Linear(2, 2), DataLoader(TensorDataset(torch.rand(8, 2))))),
+    )

@@ -31,7 +31,12 @@ if TYPE_CHECKING:
     from trainer_kit.accelerator.local_sgd import LocalSGD
     from trainer_kit.accelerator.logs import get_logger
     from trainer_kit.accelerator.processes import DistributedType
-    from trainer_kit.accelerator.trackers import GeneralTracker, LoggerType, on_main_process, register_tracker_class
+    from trainer_kit.accelerator.trackers import (
+        GeneralTracker,
+        LoggerType,
+        on_main_process,
+        register_tracker_class,
+    )
     from trainer_kit.checkpoint.read import verify_checkpoint
     from trainer_kit.checkpoint.store import checkpoints
     from trainer_kit.commands.cli import cli
@@ -90,7 +95,12 @@ if TYPE_CHECKING:
         get_max_memory,
         infer_auto_device_map,
     )
-    from trainer_kit.inference.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+    from trainer_kit.inference.dispatch import (
+        cpu_offload,
+        cpu_offload_with_hook,
+        disk_offload,
+        dispatch_model,
+    )
     from trainer_kit.inference.loading import (
         init_empty_weights,
         init_on_device,

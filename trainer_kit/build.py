@@ -46,7 +46,11 @@ _MESH = "trainer_kit.strategies.mesh:MeshStrategy"
 _OPTIONS: dict[str, dict[str, Any]] = {
     **{f"deepspeed_stage_{stage}": {"stage": stage} for stage in (0, 1, 2, 3)},
     "deepspeed_stage_2_offload": {"stage": 2, "offload_optimizer": True},
-    "deepspeed_stage_3_offload": {"stage": 3, "offload_optimizer": True, "offload_parameters": True},
+    "deepspeed_stage_3_offload": {
+        "stage": 3,
+        "offload_optimizer": True,
+        "offload_parameters": True,
+    },
     "ddp_find_unused_parameters_true": {"find_unused_parameters": True},
     "ddp_find_unused_parameters_false": {"find_unused_parameters": False},
     "ddp_static_graph": {"static_graph": True},
@@ -103,7 +107,9 @@ def with_launchers(
     own = next((callback for callback in given if isinstance(callback, SetsAccumulation)), None)
     on_cpu = choose("use_cpu", None, False)
     origins = {
-        "accelerator": Chosen("cpu", on_cpu.origin) if is_true(on_cpu.value) else Chosen("auto", "default"),
+        "accelerator": Chosen("cpu", on_cpu.origin)
+        if is_true(on_cpu.value)
+        else Chosen("auto", "default"),
         "precision": choose("mixed_precision", precision, None),
         "accumulate_grad_batches": choose(
             "gradient_accumulation_steps", own if accumulation is None else accumulation, 1
@@ -141,7 +147,12 @@ def choose_strategy(
     explicit = devices not in ("auto", -1, "-1")
     local = environment.launched and explicit and wanted == 1 and environment.local_world_size > 1
     world = environment.world_size if environment.launched and not local else wanted * num_nodes
-    if environment.launched and not local and explicit and wanted * num_nodes != environment.world_size:
+    if (
+        environment.launched
+        and not local
+        and explicit
+        and wanted * num_nodes != environment.world_size
+    ):
         raise StrategyError(
             "the number of launched processes is not the requested number",
             found=f"{environment.world_size} ({environment.source}), devices={devices!r}, num_nodes={num_nodes}",
@@ -158,7 +169,9 @@ def choose_strategy(
     word = strategy if isinstance(strategy, str) else ""
     if (word == "single_device" or isinstance(strategy, SingleDeviceStrategy)) and world > 1:
         raise StrategyError(
-            "one device cannot hold several processes", found=f"{world} processes", fix='use strategy="ddp"'
+            "one device cannot hold several processes",
+            found=f"{world} processes",
+            fix='use strategy="ddp"',
         )
     device = pick_device(accelerator, environment.local_rank, devices)
     made: Any = strategy
@@ -175,10 +188,23 @@ def choose_strategy(
             fix="pass a word such as 'ddp', or an object of a subclass of trainer_kit.strategies.Strategy",
         )
     check_overrides(type(made), Strategy)
-    if strategy != "auto" and made.needs_processes and world == 1 and (local or not environment.launched):
+    if (
+        strategy != "auto"
+        and made.needs_processes
+        and world == 1
+        and (local or not environment.launched)
+    ):
         made = make_strategy("single_device", device)  # a single process needs no communication
     made.device = device
-    start = None if environment.launched else "fork" if word in _FORKED else "agent" if wanted > 1 else None
+    start = (
+        None
+        if environment.launched
+        else "fork"
+        if word in _FORKED
+        else "agent"
+        if wanted > 1
+        else None
+    )
     return made, wanted, start
 
 
@@ -223,7 +249,9 @@ def _launchers_engine(engine: str, world: int, device: Any) -> Strategy | None:
 
     made: Strategy | None = None
     fsdp = (
-        launcher_options.fsdp_from_launcher(_launcher_options(launcher_options.FSDP_KEYS)) if engine == "FSDP" else None
+        launcher_options.fsdp_from_launcher(_launcher_options(launcher_options.FSDP_KEYS))
+        if engine == "FSDP"
+        else None
     )
     mesh = launcher_options.mesh_from_launcher(_launcher_options(launcher_options.MESH_KEYS), fsdp)
     if engine == "DEEPSPEED":
@@ -276,7 +304,9 @@ class StrategyRegistry:
             return make_strategy(name, "cpu")
         if default is not None:
             return default
-        raise KeyError(f"no strategy is called {name!r}; the words are {', '.join(self.available_strategies())}")
+        raise KeyError(
+            f"no strategy is called {name!r}; the words are {', '.join(self.available_strategies())}"
+        )
 
     def register(
         self,
@@ -300,7 +330,9 @@ class StrategyRegistry:
         """
 
         def decorate(cls: Callable[..., Any]) -> Callable[..., Any]:
-            STRATEGIES.register(name, partial(cls, **init_params) if init_params else cls, overwrite=override)
+            STRATEGIES.register(
+                name, partial(cls, **init_params) if init_params else cls, overwrite=override
+            )
             return cls
 
         return decorate if strategy is None else decorate(strategy)
@@ -334,7 +366,9 @@ def choose_precision(precision: Any, plugins: Any, strategy: Strategy) -> Precis
                 fix="plugins= takes precision objects; everything else has its own argument",
             )
         if precision is not None:
-            raise ConfigurationError("precision is given twice", found=f"precision={precision!r} and plugins=...")
+            raise ConfigurationError(
+                "precision is given twice", found=f"precision={precision!r} and plugins=..."
+            )
         precision = plugin
     made = _make_precision("32-true" if precision is None else precision, strategy.device.type)
     strategy.check_precision(made)
@@ -403,7 +437,13 @@ def _logger(word: str, root: str) -> Any:
 
 
 def added_callbacks(
-    given: Sequence[Any], accumulation: Any, time: Any, bar: bool, summary: bool, checkpoints: bool, profiler: Any
+    given: Sequence[Any],
+    accumulation: Any,
+    time: Any,
+    bar: bool,
+    summary: bool,
+    checkpoints: bool,
+    profiler: Any,
 ) -> list[Any]:
     """Create the callbacks for the Trainer's arguments, unless the user has passed one of the same kind.
 
@@ -423,11 +463,15 @@ def added_callbacks(
     added: list[Any] = []
     if accumulation != 1:
         if has(callbacks.GradientAccumulation):
-            raise ConfigurationError("accumulation is given twice", found="accumulate_grad_batches and a callback")
+            raise ConfigurationError(
+                "accumulation is given twice", found="accumulate_grad_batches and a callback"
+            )
         added.append(callbacks.GradientAccumulation(accumulation))
     if time is not None:
         # Both timers apply, so their states need different keys.
-        added.append(callbacks.Timer(time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer"))
+        added.append(
+            callbacks.Timer(time, state_key="Timer(max_time)" if has(callbacks.Timer) else "Timer")
+        )
     if bar and not has(callbacks.ProgressBar):
         added.append(callbacks.TQDMProgressBar())
     if summary and not has(callbacks.ModelSummary):

@@ -70,9 +70,17 @@ def _entry_point(method: Callable[_Taken, _Returned]) -> Callable[_Taken, _Retur
 
     @wraps(method)
     def call(*args: _Taken.args, **kwargs: _Taken.kwargs) -> _Returned:
-        if not (args and isinstance(args[0], Trainer)):  # in Trainer.fit(module, loader), the module is `self`
+        if not (
+            args and isinstance(args[0], Trainer)
+        ):  # in Trainer.fit(module, loader), the module is `self`
             verb = method.__name__
-            first = "" if not args else "Trainer" if args[0] is Trainer else f"a {type(args[0]).__name__}"
+            first = (
+                ""
+                if not args
+                else "Trainer"
+                if args[0] is Trainer
+                else f"a {type(args[0]).__name__}"
+            )
             raise ConfigurationError(
                 f"Trainer.{verb} was called on the class, without a Trainer",
                 found=f"Trainer.{verb}({first}, ...)",
@@ -268,7 +276,9 @@ class Trainer(Session):
         accelerator, precision, accumulation, self.origins = with_launchers(
             accelerator, precision, accumulate_grad_batches, callbacks
         )
-        chosen, processes, start = choose_strategy(strategy, accelerator, devices, num_nodes, environment)
+        chosen, processes, start = choose_strategy(
+            strategy, accelerator, devices, num_nodes, environment
+        )
         if not chosen.spans_world:
             raise StrategyError(
                 "a Trainer trains on all processes",
@@ -296,7 +306,9 @@ class Trainer(Session):
             "detect_anomaly": detect_anomaly,
             "sync_batchnorm": sync_batchnorm,
         }
-        self.compile_options = dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+        self.compile_options = (
+            dict(compile) if isinstance(compile, Mapping) else {} if compile else None
+        )
         self.compile_regional = bool((self.compile_options or {}).pop("regional", False))
         self.hang_timeout = chosen_timeout(hang_timeout)
         self.async_save, self.recomputes = async_save, activation_checkpointing
@@ -422,7 +434,9 @@ class Trainer(Session):
             weights_only: as in `validate`.
         """
         if self.start is not None:
-            return run_on_processes(self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path)
+            return run_on_processes(
+                self, "predict", model, dataloaders, datamodule, return_predictions, ckpt_path
+            )
         with EntryPoint(self, "predict", model, dataloaders, datamodule) as entry:
             run = entry.compose_evaluation(ckpt_path)
             with _watched_evaluation(self, run, self.hang_timeout):
@@ -430,11 +444,19 @@ class Trainer(Session):
         return None if not return_predictions else outputs[0] if len(outputs) == 1 else outputs
 
     def _evaluate(
-        self, stage: str, model: Any, dataloaders: Any, ckpt_path: Any, verbose: bool, datamodule: Any
+        self,
+        stage: str,
+        model: Any,
+        dataloaders: Any,
+        ckpt_path: Any,
+        verbose: bool,
+        datamodule: Any,
     ) -> list[dict[str, float]]:
         results: list[dict[str, float]]
         if self.start is not None:
-            results = run_on_processes(self, stage, model, dataloaders, ckpt_path, verbose, datamodule)
+            results = run_on_processes(
+                self, stage, model, dataloaders, ckpt_path, verbose, datamodule
+            )
             return results
         with (
             TrainerReport(self, stage) as report,
@@ -446,24 +468,41 @@ class Trainer(Session):
                 reduced = evaluate(run)
             self.log_metrics(reduced.logger, self.progress.step)
             shared = reduced.by_loader.get(None, {})
-            results = [{**reduced.by_loader.get(index, {}), **shared} for index in range(len(run.feeds))]
+            results = [
+                {**reduced.by_loader.get(index, {}), **shared} for index in range(len(run.feeds))
+            ]
         if verbose:
             show_results(self, stage, results)
         return results
 
     @overload
     def explain(
-        self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: Literal["text"] = ...
+        self,
+        model: Any = None,
+        train_dataloaders: Any = None,
+        datamodule: Any = None,
+        *,
+        format: Literal["text"] = ...,
     ) -> Text: ...
 
     @overload
     def explain(
-        self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: Literal["svg"]
+        self,
+        model: Any = None,
+        train_dataloaders: Any = None,
+        datamodule: Any = None,
+        *,
+        format: Literal["svg"],
     ) -> Svg: ...
 
     @_entry_point
     def explain(
-        self, model: Any = None, train_dataloaders: Any = None, datamodule: Any = None, *, format: str = "text"
+        self,
+        model: Any = None,
+        train_dataloaders: Any = None,
+        datamodule: Any = None,
+        *,
+        format: str = "text",
     ) -> Text | Svg:
         """Describe the composed run: parts, batches, steps, and the loop with every hook and its listeners, in order.
 
@@ -597,9 +636,13 @@ class Trainer(Session):
         """
         from trainer_kit.planning.verify import verify
 
-        return verify(self, model, train_dataloaders, val_dataloaders, datamodule, steps=steps, local=local)
+        return verify(
+            self, model, train_dataloaders, val_dataloaders, datamodule, steps=steps, local=local
+        )
 
-    def on(self, event: str, every: DurationLike | None = None) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def on(
+        self, event: str, every: DurationLike | None = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a function as a callback's hook.
 
         Args:
@@ -622,7 +665,9 @@ class Trainer(Session):
         return register
 
 
-_ELSEWHERE.update({name: f"Trainer({name}={{value}})" for name in inspect.signature(Trainer).parameters})
+_ELSEWHERE.update(
+    {name: f"Trainer({name}={{value}})" for name in inspect.signature(Trainer).parameters}
+)
 
 
 def _refuse(resume: Any, reload_every: Any) -> None:
@@ -642,7 +687,9 @@ def _refuse(resume: Any, reload_every: Any) -> None:
 
 def _wanted(name: str, value: bool | None, off: bool) -> bool:
     if off and value and name != "enable_progress_bar":
-        raise ConfigurationError(f"{name}=True contradicts barebones or fast_dev_run", fix="leave one of them out")
+        raise ConfigurationError(
+            f"{name}=True contradicts barebones or fast_dev_run", fix="leave one of them out"
+        )
     return not off if value is None else value and not off
 
 
@@ -660,11 +707,18 @@ def _watched_fit(trainer: Session, run: Fit, timeout: float | None) -> AbstractC
         return progress.step, (progress.batch, progress.epoch)
 
     return hang_watchdog(
-        world.rank, world.size, timeout, position, lambda: _directory(trainer), note=partial(trainer.note, "hang")
+        world.rank,
+        world.size,
+        timeout,
+        position,
+        lambda: _directory(trainer),
+        note=partial(trainer.note, "hang"),
     )
 
 
-def _watched_evaluation(trainer: Session, run: Evaluation, timeout: float | None) -> AbstractContextManager[None]:
+def _watched_evaluation(
+    trainer: Session, run: Evaluation, timeout: float | None
+) -> AbstractContextManager[None]:
     """`_watched_fit` for ``validate``, ``test`` and ``predict``."""
     world = run.strategy.world
 

@@ -40,9 +40,22 @@ def train(strategy: str) -> dict[int, float]:
     """What the example prints on this rank: the loss of each step."""
     printed = io.StringIO()
     with TemporaryDirectory() as root, redirect_stdout(printed):
-        sys.argv = ["lm.py", "--strategy", strategy, "--root", root, "--steps", str(STEPS), "--every", "1"]
+        sys.argv = [
+            "lm.py",
+            "--strategy",
+            strategy,
+            "--root",
+            root,
+            "--steps",
+            str(STEPS),
+            "--every",
+            "1",
+        ]
         runpy.run_path(str(ROOT / "examples" / "lm.py"), run_name="__main__")
-    return {int(step): float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed.getvalue())}
+    return {
+        int(step): float(loss)
+        for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed.getvalue())
+    }
 
 
 def collect(strategies: list[str]) -> None:
@@ -51,8 +64,12 @@ def collect(strategies: list[str]) -> None:
         losses = run_distributed(train, RANKS[strategy], strategy, timeout=TIMEOUT)
         found = json.loads(DATA.read_text(encoding="utf-8"))["losses"] if DATA.exists() else {}
         found[strategy] = next(each for each in losses if each)  # one rank prints
-        lines = ",\n".join(f'  "{name}": {json.dumps(found[name])}' for name in RANKS if name in found)
-        DATA.write_text(f'{{"ranks": {json.dumps(RANKS)},\n "losses": {{\n{lines}\n}}}}\n', encoding="utf-8")
+        lines = ",\n".join(
+            f'  "{name}": {json.dumps(found[name])}' for name in RANKS if name in found
+        )
+        DATA.write_text(
+            f'{{"ranks": {json.dumps(RANKS)},\n "losses": {{\n{lines}\n}}}}\n', encoding="utf-8"
+        )
         print(f"trained with {strategy} on {RANKS[strategy]} ranks", flush=True)
 
 
@@ -95,7 +112,9 @@ def render() -> str:
         for step in range(0, last + 1, last // 4)
     ]
     for i, (name, losses) in enumerate(curves.items()):
-        points = " ".join("{:.1f},{:.1f}".format(*at(int(step), loss)) for step, loss in losses.items())
+        points = " ".join(
+            "{:.1f},{:.1f}".format(*at(int(step), loss)) for step, loss in losses.items()
+        )
         width = 1.5 + 1.1 * (len(curves) - 1 - i)
         drawn.append(
             f'<polyline class="c{i}" stroke-width="{width:g}" points="{points}"><title>{name}</title></polyline>'
@@ -106,8 +125,14 @@ def render() -> str:
         x, y = LEFT + i // rows * WIDTH / 2, below + i % rows * ROW
         ranks = data["ranks"][name]
         most = difference(losses, alone)
-        apart = "one process" if name == "auto" else f"{ranks} ranks, " + (f"{most:.0e} apart" if most else "equal")
-        drawn.append(f'<line class="c{i}" stroke-width="6" x1="{x:g}" x2="{x + 20:g}" y1="{y - 4}" y2="{y - 4}"/>')
+        apart = (
+            "one process"
+            if name == "auto"
+            else f"{ranks} ranks, " + (f"{most:.0e} apart" if most else "equal")
+        )
+        drawn.append(
+            f'<line class="c{i}" stroke-width="6" x1="{x:g}" x2="{x + 20:g}" y1="{y - 4}" y2="{y - 4}"/>'
+        )
         drawn.append(
             f'<text class="n" x="{x + 28:g}" y="{y}">{name}</text><text x="{x + 205:g}" y="{y}">{apart}</text>'
         )
@@ -130,8 +155,15 @@ def render() -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", nargs="*", metavar="STRATEGY", help="train first, with these strategies or with all")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--run",
+        nargs="*",
+        metavar="STRATEGY",
+        help="train first, with these strategies or with all",
+    )
     args = parser.parse_args()
     if args.run is not None:
         os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}

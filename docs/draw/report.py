@@ -52,7 +52,9 @@ def photograph(report: Path) -> None:
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
         for scheme in ("light", "dark"):
-            page = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme).new_page()
+            page = browser.new_context(
+                viewport={"width": WIDTH, "height": HEIGHT}, color_scheme=scheme
+            ).new_page()
             page.goto(report.resolve().as_uri())
             page.wait_for_function("document.documentElement.dataset.drawn")
             target = PICTURES / f"report-{scheme}.png"
@@ -65,7 +67,9 @@ def photograph(report: Path) -> None:
 
 def main() -> None:
     if BROWSER is None:
-        print("no Chromium on this machine (CHROMIUM names one): the pictures of the report stay as they are")
+        print(
+            "no Chromium on this machine (CHROMIUM names one): the pictures of the report stay as they are"
+        )
         return
     with TemporaryDirectory() as root:
         photograph(train(root))

@@ -37,7 +37,9 @@ NOISE_STEPS = 100
 digits = load_digits()
 images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 8 - 1  # (1797, 64), -1 to 1
 labels = torch.tensor(digits.target)
-train, val = random_split(TensorDataset(images, labels), [0.9, 0.1], torch.Generator().manual_seed(0))
+train, val = random_split(
+    TensorDataset(images, labels), [0.9, 0.1], torch.Generator().manual_seed(0)
+)
 
 # %% [markdown]
 # ## The network
@@ -96,7 +98,9 @@ class Diffusion(tk.TrainModule):
         image, digit = batch
         step = torch.randint(NOISE_STEPS, (len(image),), device=self.device)
         noise, kept = torch.randn_like(image), self.kept[step, None]
-        return F.mse_loss(self.net(kept.sqrt() * image + (1 - kept).sqrt() * noise, step, digit), noise)
+        return F.mse_loss(
+            self.net(kept.sqrt() * image + (1 - kept).sqrt() * noise, step, digit), noise
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -116,13 +120,20 @@ class Diffusion(tk.TrainModule):
             noise = self.net(image, torch.full_like(digit, step), digit)
             image = (image - (1 - share) / (1 - kept).sqrt() * noise) / share.sqrt()
             if step:
-                image = image + ((1 - share) * (1 - before[step]) / (1 - kept)).sqrt() * torch.randn_like(image)
+                image = image + (
+                    (1 - share) * (1 - before[step]) / (1 - kept)
+                ).sqrt() * torch.randn_like(image)
         return image.clamp(-1, 1)
 
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
-        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(
+            optimizer, self.trainer.estimated_stepping_batches
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 # %% [markdown]
@@ -165,7 +176,9 @@ trainer.print(f"recognised: {recognised:.3f} of {len(asked)} drawn digits")
 
 framed = F.pad(drawn.view(10, 20, 8, 8)[:, :12], (1, 1, 1, 1), value=-1)
 grid = framed.permute(0, 2, 1, 3).reshape(100, 120)  # a row for each digit
-matplotlib.image.imsave("diffusion.png", grid.repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray")
+matplotlib.image.imsave(
+    "diffusion.png", grid.repeat_interleave(4, 0).repeat_interleave(4, 1), cmap="gray"
+)
 trainer.print(f"pictures: diffusion.png, curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]

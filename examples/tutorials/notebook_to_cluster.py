@@ -31,7 +31,9 @@ class Net(tk.TrainModule):
     def __init__(self, width: int = 64, lr: float = 2e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
-        self.net = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 10))
+        self.net = nn.Sequential(
+            nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 10)
+        )
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         images, labels = batch
@@ -51,7 +53,9 @@ class Net(tk.TrainModule):
 
 tk.seed_everything(0)
 digits = load_digits()
-data = TensorDataset(torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target))
+data = TensorDataset(
+    torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+)
 train, val = random_split(data, [0.8, 0.2])
 loaders = DataLoader(train, batch_size=64, shuffle=True), DataLoader(val, batch_size=256)
 
@@ -89,7 +93,9 @@ trainer = tk.Trainer(
 )
 trainer.fit(module, *loaders)
 (results,) = trainer.validate(module, loaders[1], verbose=False)
-trainer.print(f"world size {trainer.world_size}: loss {results['val_loss']:.6f}, accuracy {results['val_acc']:.4f}")
+trainer.print(
+    f"world size {trainer.world_size}: loss {results['val_loss']:.6f}, accuracy {results['val_acc']:.4f}"
+)
 trainer.print(f"curves: {trainer.log_dir}/report.html")
 
 # %% [markdown]

@@ -41,7 +41,9 @@ def push(state: Tensor, action: Tensor) -> Tensor:
     common = (force + 0.05 * w**2 * sin) / 1.1
     turning = (9.8 * sin - cos * common) / (0.5 * (4 / 3 - 0.1 * cos**2 / 1.1))
     moving = common - 0.05 * turning * cos / 1.1
-    return torch.stack([x + 0.02 * v, v + 0.02 * moving, angle + 0.02 * w, w + 0.02 * turning], dim=1)
+    return torch.stack(
+        [x + 0.02 * v, v + 0.02 * moving, angle + 0.02 * w, w + 0.02 * turning], dim=1
+    )
 
 
 def stands(state: Tensor) -> Tensor:

@@ -48,8 +48,22 @@ NOUNS = [
 ]
 GOOD = ["moving", "brilliant", "clever", "warm", "charming", "gripping", "funny", "fresh"]
 BAD = ["dull", "clumsy", "slow", "cold", "tedious", "messy", "shallow", "stale"]
-VERBS = {"was": False, "seemed": False, "was really": False, "was not": True, "was never": True, "was hardly": True}
-ENDINGS = ["", "to me", "from the first minute", "as far as I can tell", "and I have seen many", "this time"]
+VERBS = {
+    "was": False,
+    "seemed": False,
+    "was really": False,
+    "was not": True,
+    "was never": True,
+    "was hardly": True,
+}
+ENDINGS = [
+    "",
+    "to me",
+    "from the first minute",
+    "as far as I can tell",
+    "and I have seen many",
+    "this time",
+]
 ENDINGS = ENDINGS[:2] if SMALL else ENDINGS
 
 
@@ -59,14 +73,18 @@ def reviews() -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
     for (n, noun), (a, adjective) in itertools.product(enumerate(NOUNS), enumerate(GOOD + BAD)):
         for (verb, negated), ending in itertools.product(VERBS.items(), ENDINGS):
             label = int((adjective in GOOD) != negated)
-            parts[(n + a) % 4 == 0].append((f"the {noun} {verb} {adjective} {ending}".strip(), label))
+            parts[(n + a) % 4 == 0].append(
+                (f"the {noun} {verb} {adjective} {ending}".strip(), label)
+            )
     return parts
 
 
 known, new = reviews()
 random.Random(0).shuffle(known)
 train, val = known[: len(known) * 9 // 10], known[len(known) * 9 // 10 :]
-print(f"{len(train)} reviews to train on, {len(val)} to validate, {len(new)} to test; one: {train[0]}")
+print(
+    f"{len(train)} reviews to train on, {len(val)} to validate, {len(new)} to test; one: {train[0]}"
+)
 
 # %% [markdown]
 # ## The tokenizer
@@ -78,10 +96,12 @@ print(f"{len(train)} reviews to train on, {len(val)} to validate, {len(new)} to 
 words = Tokenizer(models.WordLevel(unk_token="[UNK]"))
 words.pre_tokenizer = pre_tokenizers.Whitespace()
 words.train_from_iterator(
-    (text for text, _ in train), trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"])
+    (text for text, _ in train),
+    trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]", "[CLS]", "[SEP]"]),
 )
 words.post_processor = processors.TemplateProcessing(
-    single="[CLS] $A [SEP]", special_tokens=[(name, words.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    single="[CLS] $A [SEP]",
+    special_tokens=[(name, words.token_to_id(name)) for name in ("[CLS]", "[SEP]")],
 )
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]")
 
@@ -89,7 +109,10 @@ tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", u
 def collate(batch: list[tuple[str, int]]) -> dict[str, Tensor]:
     """Token ids padded to the longest review of the batch, and the labels."""
     texts, labels = zip(*batch, strict=True)
-    return {**tokenizer(list(texts), padding=True, return_tensors="pt"), "labels": torch.tensor(labels)}
+    return {
+        **tokenizer(list(texts), padding=True, return_tensors="pt"),
+        "labels": torch.tensor(labels),
+    }
 
 
 def loader(part: list[tuple[str, int]], shuffle: bool = False) -> DataLoader:
@@ -129,10 +152,14 @@ class Classifier(tk.TrainModule):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         output = self.bert(**batch)
         self.log("val_loss", output.loss)
-        self.log("val_acc", (output.logits.argmax(1) == batch["labels"]).float().mean(), prog_bar=True)
+        self.log(
+            "val_acc", (output.logits.argmax(1) == batch["labels"]).float().mean(), prog_bar=True
+        )
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("test_acc", (self.bert(**batch).logits.argmax(1) == batch["labels"]).float().mean())
+        self.log(
+            "test_acc", (self.bert(**batch).logits.argmax(1) == batch["labels"]).float().mean()
+        )
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.bert(**batch).logits.softmax(1)[:, 1]  # the probability of "positive"
@@ -141,11 +168,17 @@ class Classifier(tk.TrainModule):
         decayed = [p for p in self.parameters() if p.ndim > 1]
         others = [p for p in self.parameters() if p.ndim <= 1]
         optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}], lr=self.hparams.lr
+            [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}],
+            lr=self.hparams.lr,
         )
         steps = self.trainer.estimated_stepping_batches
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, self.hparams.lr, total_steps=steps)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, self.hparams.lr, total_steps=steps
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 # %% [markdown]
@@ -159,7 +192,10 @@ tk.seed_everything(0)
 trainer = tk.Trainer(
     max_epochs=8 if SMALL else 4,
     gradient_clip_val=1.0,
-    callbacks=[EarlyStopping("val_loss", patience=3), ModelCheckpoint(monitor="val_acc", mode="max")],
+    callbacks=[
+        EarlyStopping("val_loss", patience=3),
+        ModelCheckpoint(monitor="val_acc", mode="max"),
+    ],
     default_root_dir="runs",
     log_every_n_steps=5,
 )
@@ -181,7 +217,9 @@ trainer.print(f"curves: {trainer.log_dir}/report.html, or tensorboard --logdir {
 # %%
 (results,) = trainer.test(dataloaders=loader(new), verbose=False)
 vectorizer = CountVectorizer()
-bag = LogisticRegression(max_iter=1000).fit(vectorizer.fit_transform(t for t, _ in train), [y for _, y in train])
+bag = LogisticRegression(max_iter=1000).fit(
+    vectorizer.fit_transform(t for t, _ in train), [y for _, y in train]
+)
 baseline = bag.score(vectorizer.transform(t for t, _ in new), [y for _, y in new])
 trainer.print(f"test accuracy {results['test_acc']:.3f}, of a bag of words {baseline:.3f}")
 
@@ -191,7 +229,11 @@ trainer.print(f"test accuracy {results['test_acc']:.3f}, of a bag of words {base
 # `predict` returns what `predict_step` returned, in the order of the data, on any number of processes.
 
 # %%
-sentences = ["the music was never tedious", "the music was never funny", "the cast seemed gripping to me"]
+sentences = [
+    "the music was never tedious",
+    "the music was never funny",
+    "the cast seemed gripping to me",
+]
 probabilities = torch.cat(trainer.predict(dataloaders=loader([(text, 0) for text in sentences])))
 for text, probability in zip(sentences, probabilities, strict=True):
     trainer.print(f"{probability:5.3f}  {text}")

@@ -74,7 +74,9 @@ class Windows(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         site, number = divmod(index, len(self.starts))
         start = self.starts[number]
-        return self.series[site, start : start + WEEK], self.series[site, start + WEEK : start + WEEK + DAY]
+        return self.series[site, start : start + WEEK], self.series[
+            site, start + WEEK : start + WEEK + DAY
+        ]
 
 
 class Sites(tk.DataModule):
@@ -115,7 +117,11 @@ class Forecast(tk.TrainModule):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Sequential(
-            nn.Linear(WEEK, width), nn.GELU(), nn.Linear(width, width), nn.GELU(), nn.Linear(width, DAY)
+            nn.Linear(WEEK, width),
+            nn.GELU(),
+            nn.Linear(width, width),
+            nn.GELU(),
+            nn.Linear(width, DAY),
         )
         nn.init.zeros_(self.net[-1].weight)
         nn.init.zeros_(self.net[-1].bias)
@@ -129,10 +135,14 @@ class Forecast(tk.TrainModule):
         self.log("train_mae", loss, prog_bar=True)
         return loss
 
-    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+    def validation_step(
+        self, batch: tuple[Tensor, Tensor], batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         history, target = batch
         name = ("val_mae", "val_mae_unseen")[dataloader_idx]
-        self.log(name, (self(history) - target).abs().mean(), add_dataloader_idx=False, prog_bar=True)
+        self.log(
+            name, (self(history) - target).abs().mean(), add_dataloader_idx=False, prog_bar=True
+        )
 
     def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         history, target = batch
@@ -145,7 +155,10 @@ class Forecast(tk.TrainModule):
     def configure_optimizers(self) -> dict:
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_mae_unseen"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": plateau, "monitor": "val_mae_unseen"},
+        }
 
 
 # %% [markdown]
@@ -158,7 +171,10 @@ class Forecast(tk.TrainModule):
 tk.seed_everything(0)
 trainer = tk.Trainer(
     max_epochs=40,
-    callbacks=[EarlyStopping("val_mae_unseen", patience=4), ModelCheckpoint(monitor="val_mae_unseen")],
+    callbacks=[
+        EarlyStopping("val_mae_unseen", patience=4),
+        ModelCheckpoint(monitor="val_mae_unseen"),
+    ],
     default_root_dir="runs",
     log_every_n_steps=20,
 )
@@ -172,7 +188,9 @@ trainer.fit(Forecast(), datamodule=data)
 
 # %%
 (results,) = trainer.test(datamodule=data, verbose=False)
-trainer.print(f"mean absolute error {results['test_mae']:.3f}, of the naive forecast {results['test_mae_naive']:.3f}")
+trainer.print(
+    f"mean absolute error {results['test_mae']:.3f}, of the naive forecast {results['test_mae_naive']:.3f}"
+)
 
 # %% [markdown]
 # `predict` returns forecasts in the order of the data; here those of one of the unseen sites.
@@ -184,7 +202,13 @@ histories, truth = (torch.stack(part) for part in zip(*days, strict=True))
 
 figure, axis = plt.subplots(figsize=(8, 3), layout="constrained")
 axis.plot(truth.flatten(), color="black", linewidth=1, label="truth")
-axis.plot(naive(histories).flatten(), color="tab:orange", linewidth=1, linestyle="--", label="same hours of last week")
+axis.plot(
+    naive(histories).flatten(),
+    color="tab:orange",
+    linewidth=1,
+    linestyle="--",
+    label="same hours of last week",
+)
 axis.plot(forecast, color="tab:blue", label="forecast, a day at a time")
 axis.set(xlabel="hours", ylabel="value", title="A site that was never seen in training")
 figure.legend(loc="outside lower center", ncols=3, fontsize="small")

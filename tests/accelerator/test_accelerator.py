@@ -69,7 +69,9 @@ def test_a_plain_loop_is_the_same_to_the_bit():
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
         data = loader()
         if accelerator is not None:
-            model, optimizer, data, scheduler = accelerator.prepare(model, optimizer, data, scheduler)
+            model, optimizer, data, scheduler = accelerator.prepare(
+                model, optimizer, data, scheduler
+            )
         for _ in range(2):
             for _, x, y in data:
                 optimizer.zero_grad()
@@ -92,7 +94,9 @@ def big_batches(steps, size, clip=None):
     for _ in range(2):
         for start in range(0, len(X), steps * size):
             optimizer.zero_grad()
-            nn.functional.mse_loss(model(X[start : start + steps * size]), Y[start : start + steps * size]).backward()
+            nn.functional.mse_loss(
+                model(X[start : start + steps * size]), Y[start : start + steps * size]
+            ).backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             optimizer.step()
@@ -135,7 +139,9 @@ def test_equal_weights_give_the_mean_over_batches():
             optimizer.zero_grad()
     plain = net()
     sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
-    sum((plain(x) - y).square().mean() / 2 for x, y in ((X[:16], Y[:16]), (X[16:22], Y[16:22]))).backward()
+    sum(
+        (plain(x) - y).square().mean() / 2 for x, y in ((X[:16], Y[:16]), (X[16:22], Y[16:22]))
+    ).backward()
     sgd.step()
     assert len(X) == 22
     assert_close(weights(model), weights(plain))
@@ -237,7 +243,9 @@ def test_two_models_with_an_optimizer_each():
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (generator, critic)]
         data = loader()
         if accelerator is not None:
-            generator, critic, *optimizers, data = accelerator.prepare(generator, critic, *optimizers, data)
+            generator, critic, *optimizers, data = accelerator.prepare(
+                generator, critic, *optimizers, data
+            )
         backward = torch.Tensor.backward if accelerator is None else accelerator.backward
         for _, x, y in data:
             optimizers[1].zero_grad()
@@ -248,7 +256,9 @@ def test_two_models_with_an_optimizer_each():
             optimizers[0].step()
         return weights(generator) + weights(critic)
 
-    assert all(torch.equal(a, b) for a, b in zip(train(), train(Accelerator(cpu=True)), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(train(), train(Accelerator(cpu=True)), strict=True)
+    )
 
 
 def test_instances_do_not_see_each_other():
@@ -267,7 +277,10 @@ def test_the_argument_beats_the_environment(monkeypatch):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
     assert Accelerator(cpu=True).mixed_precision == "bf16"
     assert Accelerator(cpu=True).gradient_accumulation_steps == 4
-    assert Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2).mixed_precision == "no"
+    assert (
+        Accelerator(cpu=True, mixed_precision="no", gradient_accumulation_steps=2).mixed_precision
+        == "no"
+    )
     assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
 
 
@@ -333,7 +346,9 @@ def test_a_state_saved_inside_an_epoch_resumes_exactly(tmp_path, options):
         set_seed(11)
         accelerator = Accelerator(
             cpu=True,
-            project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2),
+            project_config=ProjectConfiguration(
+                tmp_path, automatic_checkpoint_naming=True, total_limit=2
+            ),
             gradient_accumulation_steps=2,
         )
         model = net(dropout=0.3)
@@ -428,7 +443,9 @@ def test_a_newly_configured_rate_stays_when_its_scheduler_is_restored(tmp_path):
         optimizer = torch.optim.SGD(model.parameters(), lr=rate)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         # Not what they depend on first.
-        scheduler, optimizer, model = [accelerator.prepare(one) for one in (scheduler, optimizer, model)]
+        scheduler, optimizer, model = [
+            accelerator.prepare(one) for one in (scheduler, optimizer, model)
+        ]
         assert scheduler.optimizers == [optimizer]
         return accelerator, model, optimizer, scheduler
 
@@ -452,7 +469,9 @@ def test_a_rollback_in_the_saving_process_equals_one_in_a_new_process(tmp_path, 
     def made():
         accelerator, model = Accelerator(cpu=True), net()
         kind = torch.optim.Adam if isinstance(rate, torch.Tensor) else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate)
+        optimizer = kind(
+            model.parameters(), lr=rate.clone() if isinstance(rate, torch.Tensor) else rate
+        )
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
         return (accelerator, *accelerator.prepare(model, optimizer, scheduler))
 
@@ -569,8 +588,12 @@ def test_weights_that_cannot_be_written_leave_those_before(tmp_path, monkeypatch
     accelerator.save_model(model, tmp_path)
     with pytest.raises(OSError, match="of a user's"):
         accelerator.save({"a": torch.zeros(2), "b": Unwritten()}, tmp_path / "a.pt")
-    with pytest.raises(ConfigurationError, match="safetensors hold tensors by name\n  found: b: int"):
-        accelerator.save({"a": torch.zeros(2), "b": 1}, tmp_path / "a.safetensors", safe_serialization=True)
+    with pytest.raises(
+        ConfigurationError, match="safetensors hold tensors by name\n  found: b: int"
+    ):
+        accelerator.save(
+            {"a": torch.zeros(2), "b": 1}, tmp_path / "a.safetensors", safe_serialization=True
+        )
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["a.pt", "a.safetensors", "model.safetensors"]
     saved = load_file(tmp_path / "model.safetensors")
@@ -579,7 +602,10 @@ def test_weights_that_cannot_be_written_leave_those_before(tmp_path, monkeypatch
         accelerator.save_model(net(), tmp_path)
     for found in (torch.load(tmp_path / "a.pt"), load_file(tmp_path / "a.safetensors")):
         assert torch.equal(found["a"], before["a"])
-    assert all(torch.equal(value, saved[name]) for name, value in load_file(tmp_path / "model.safetensors").items())
+    assert all(
+        torch.equal(value, saved[name])
+        for name, value in load_file(tmp_path / "model.safetensors").items()
+    )
 
 
 @pytest.mark.slow
@@ -589,7 +615,9 @@ def test_two_processes_train_as_one(steps):
     """22 samples in batches of 4 over 2 processes: the last batch is filled up from the start of the data."""
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
     model = net()
-    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+    model, optimizer, data = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader()
+    )
     seen = []
     for index, x, y in data:
         with accelerator.accumulate(model):
@@ -659,7 +687,9 @@ def test_uneven_inputs_finish():
     accelerator = Accelerator(cpu=True)
     model = net()
     data = DataLoader(TensorDataset(torch.arange(5), X[:5], Y[:5]), batch_size=1)
-    model, optimizer, data = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    model, optimizer, data = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), data
+    )
     seen = 0
     with accelerator.join_uneven_inputs([model], even_batches=False):
         for _, x, y in data:
@@ -679,7 +709,9 @@ def test_uneven_inputs_of_a_stream_warn():
     accelerator = Accelerator(cpu=True)
     data = accelerator.prepare(DataLoader(Stream(5), batch_size=1))
     kept = accelerator.prepare(DataLoader(TensorDataset(torch.arange(5)), batch_size=1))
-    warned = pytest.warns(UserWarning, match="1 prepared loader.*only supported for map-style datasets")
+    warned = pytest.warns(
+        UserWarning, match="1 prepared loader.*only supported for map-style datasets"
+    )
     with warned as told, accelerator.join_uneven_inputs([], even_batches=False):
         count = len(list(data))
     assert told[0].filename == __file__
@@ -688,7 +720,10 @@ def test_uneven_inputs_of_a_stream_warn():
     assert kept.even
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with accelerator.join_uneven_inputs([]), accelerator.join_uneven_inputs([], even_batches=True):
+        with (
+            accelerator.join_uneven_inputs([]),
+            accelerator.join_uneven_inputs([], even_batches=True),
+        ):
             pass
 
 
@@ -720,7 +755,8 @@ def test_collectives():
     assert PartialState(cpu=True).num_processes == 2
     accelerator.debug = True
     with pytest.raises(
-        RankError, match=r"process 0: gather\(\(1,\) float32\) at test_accelerator.py:\d+; process 1: gather\(\(2,"
+        RankError,
+        match=r"process 0: gather\(\(1,\) float32\) at test_accelerator.py:\d+; process 1: gather\(\(2,",
     ):
         accelerator.gather(torch.ones(rank + 1))
 
@@ -728,7 +764,9 @@ def test_collectives():
 def test_wrong_arguments_are_refused():
     with pytest.raises(ConfigurationError, match="expected a DeepSpeedPlugin"):
         Accelerator(cpu=True, deepspeed_plugin=object())
-    with pytest.raises(TypeError, match=r"unexpected argument 'mixed': use one of: .*mixed_precision"):
+    with pytest.raises(
+        TypeError, match=r"unexpected argument 'mixed': use one of: .*mixed_precision"
+    ):
         Accelerator(cpu=True, mixed="fp16")
     with pytest.raises(ConfigurationError, match="unknown communication hook\n  found: 'fp8'"):
         DistributedDataParallelKwargs(comm_hook="fp8")
@@ -741,8 +779,14 @@ def test_wrong_arguments_are_refused():
     with pytest.raises(ConfigurationError, match="a step needs at least one micro-batch"):
         Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=0))
     with pytest.raises(ConfigurationError, match="split_batches is given twice"):
-        Accelerator(cpu=True, split_batches=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
-    assert Accelerator(cpu=True, kwargs_handlers=ProfileKwargs(with_flops=True)).profile_handler.with_flops
+        Accelerator(
+            cpu=True,
+            split_batches=True,
+            dataloader_config=DataLoaderConfiguration(even_batches=False),
+        )
+    assert Accelerator(
+        cpu=True, kwargs_handlers=ProfileKwargs(with_flops=True)
+    ).profile_handler.with_flops
     with pytest.raises(ConfigurationError, match="expected a kwargs handler\n  found: <class"):
         Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs])
     with pytest.raises(ConfigurationError, match="the launcher sets the rendezvous address"):

@@ -20,7 +20,13 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import trainer_kit as tk
 from trainer_kit import Accelerator, PartialState
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, LaunchError, RankError, StrategyError
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    LaunchError,
+    RankError,
+    StrategyError,
+)
 
 DATA = TensorDataset(torch.arange(26.0).unsqueeze(1))
 
@@ -49,7 +55,10 @@ def numbers(batch: Any) -> list[float]:
 
 
 def check_loader_states() -> None:
-    for make in (lambda: DataLoader(DATA, batch_size=4, shuffle=True), lambda: DataLoader(Stream(), batch_size=4)):
+    for make in (
+        lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+        lambda: DataLoader(Stream(), batch_size=4),
+    ):
         whole = [numbers(batch) for batch in Accelerator(cpu=True, seed=1).prepare(make())]
         loader = Accelerator(cpu=True, seed=1).prepare(make())
         seen = iter(loader)
@@ -91,7 +100,9 @@ def check_hooks_of_ddp() -> None:
         (word.POWER_SGD, "bf16", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}),
         (word.BATCHED_POWER_SGD, "no", {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}),
     ):
-        handler = tk.DistributedDataParallelKwargs(comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options)
+        handler = tk.DistributedDataParallelKwargs(
+            comm_hook=hook, comm_wrapper=wrapper, comm_state_option=options
+        )
         accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
         parts = linear(accelerator)
         for _ in range(3):
@@ -99,7 +110,9 @@ def check_hooks_of_ddp() -> None:
         plain = linear(Accelerator(cpu=True))
         for _ in range(3):
             step(accelerator, plain)
-        torch.testing.assert_close(parts[0].module.weight, plain[0].module.weight, rtol=0, atol=0.02)
+        torch.testing.assert_close(
+            parts[0].module.weight, plain[0].module.weight, rtol=0, atol=0.02
+        )
 
 
 def check_debug_mode(rank: int) -> None:
@@ -133,7 +146,9 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     check_hooks_of_ddp()
     accelerator = Accelerator(cpu=True)
     check_debug_mode(accelerator.process_index)
-    assert repr(accelerator).startswith("Distributed environment: DistributedType.MULTI_CPU  Backend: gloo\nNum proc")
+    assert repr(accelerator).startswith(
+        "Distributed environment: DistributedType.MULTI_CPU  Backend: gloo\nNum proc"
+    )
     model, _ = linear(accelerator)
     accelerator.prepare(DataLoader(DATA, batch_size=2))
     assert len(pickle.loads(pickle.dumps(accelerator))._dataloaders) == 1
@@ -141,7 +156,9 @@ def test_two_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     for samples in (13, 15):
         stream = accelerator.prepare(DataLoader(Stream(samples), batch_size=2))
         mine = []
-        warned = pytest.warns(UserWarning, match="only supported for map-style datasets")  # there, not here
+        warned = pytest.warns(
+            UserWarning, match="only supported for map-style datasets"
+        )  # there, not here
         with warned, accelerator.join_uneven_inputs([model], even_batches=False):
             for batch in stream:
                 accelerator.backward(model(batch.expand(-1, 2)).mean())
@@ -155,7 +172,9 @@ def test_hooks_of_ddp_that_cannot_work() -> None:
     with pytest.raises(StrategyError, match="a wrapper needs a communication hook"):
         tk.DistributedDataParallelKwargs(comm_wrapper="fp16")
     with pytest.raises(StrategyError, match="only PowerSGD has a state with arguments"):
-        tk.DistributedDataParallelKwargs(comm_hook="fp16", comm_state_option={"matrix_approximation_rank": 2})
+        tk.DistributedDataParallelKwargs(
+            comm_hook="fp16", comm_state_option={"matrix_approximation_rank": 2}
+        )
     with pytest.raises(StrategyError, match="unknown wrapper"):
         tk.DistributedDataParallelKwargs(comm_hook="fp16", comm_wrapper="power_sgd")
 
@@ -196,7 +215,11 @@ def test_a_state_prints_as_accelerate_prints_it() -> None:
 @pytest.mark.parametrize("precision", ["no", "fp16"])
 def test_an_accelerator_pickles_with_all_that_is_prepared(precision: str) -> None:
     scaling = tk.GradScalerKwargs(init_scale=8.0)
-    options = {"mixed_precision": precision, "gradient_accumulation_steps": 2, "kwargs_handlers": [scaling]}
+    options = {
+        "mixed_precision": precision,
+        "gradient_accumulation_steps": 2,
+        "kwargs_handlers": [scaling],
+    }
     accelerator = Accelerator(cpu=True, seed=3, **options)
     model, optimizer = linear(accelerator)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -209,7 +232,10 @@ def test_an_accelerator_pickles_with_all_that_is_prepared(precision: str) -> Non
     copy = pickle.loads(pickle.dumps(accelerator))
     rest = [numbers(batch) for batch in seen]
     assert [numbers(batch) for batch in copy._dataloaders[0]] == rest
-    assert sorted(first + [number for batch in rest for number in batch]) == DATA.tensors[0].flatten().tolist()
+    assert (
+        sorted(first + [number for batch in rest for number in batch])
+        == DATA.tensors[0].flatten().tolist()
+    )
     with copy.accumulate(copy._models[0]):
         step(copy, (copy._models[0], copy._optimizers[0]))
     assert not torch.equal(copy._models[0].weight, model.weight)
@@ -249,19 +275,26 @@ def fails_at_first(file: Path) -> str:
 def test_a_notebook_starts_its_processes_again(tmp_path: Path) -> None:
     file = tmp_path / "tries"
     with pytest.warns(UserWarning, match="restart") as told:
-        assert tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=3) == "done"
+        assert (
+            tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=3) == "done"
+        )
     assert file.read_text() == "3"
     found = re.findall(r"restart \d of 3", " ".join(str(one.message) for one in told))
     assert found == ["restart 1 of 3", "restart 2 of 3"]
     file.unlink()
-    with pytest.warns(UserWarning, match="restart 1 of 1"), pytest.raises(ValueError, match="try 1"):
+    with (
+        pytest.warns(UserWarning, match="restart 1 of 1"),
+        pytest.raises(ValueError, match="try 1"),
+    ):
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=1)
     with pytest.raises(ConfigurationError, match="0 or more"):
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restarts=-1)
     with pytest.raises(TypeError, match="unexpected argument 'max_restart'"):
         tk.notebook_launcher(fails_at_first, (file,), num_processes=2, max_restart=1)
     with pytest.warns(UserWarning, match="is not started again"):
-        assert tk.notebook_launcher(len, ("alone",), num_processes=1, max_restarts=1, rdzv_id="x") == 5
+        assert (
+            tk.notebook_launcher(len, ("alone",), num_processes=1, max_restarts=1, rdzv_id="x") == 5
+        )
 
 
 class Unpicklable(ValueError):
@@ -282,14 +315,28 @@ def raises(error: BaseException) -> None:
     [
         (ValueError("bad label"), ValueError, "bad label"),
         (KeyError("label"), KeyError, "'label'"),
-        (FileNotFoundError(2, "not here", "data.bin"), FileNotFoundError, "[Errno 2] not here: 'data.bin'"),
-        (ConfigurationError("no", found="1", fix="2"), ConfigurationError, "no\n  found: 1\n  fix:   2"),
+        (
+            FileNotFoundError(2, "not here", "data.bin"),
+            FileNotFoundError,
+            "[Errno 2] not here: 'data.bin'",
+        ),
+        (
+            ConfigurationError("no", found="1", fix="2"),
+            ConfigurationError,
+            "no\n  found: 1\n  fix:   2",
+        ),
         (Unpicklable(3, why="late"), RankError, "rank 1 of 2 failed"),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"), UnicodeDecodeError, "'utf-8' codec can't decode"),
+        (
+            UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+            UnicodeDecodeError,
+            "'utf-8' codec can't decode",
+        ),
         (SyntaxError("bad", ("f.py", 1, 2, "a b", 1, 3)), SyntaxError, "bad (f.py, line 1)"),
     ],
 )
-def test_the_error_of_a_process_is_torchs_too(error: Exception, kind: type[Exception], text: str) -> None:
+def test_the_error_of_a_process_is_torchs_too(
+    error: Exception, kind: type[Exception], text: str
+) -> None:
     with pytest.raises(kind) as found:
         tk.notebook_launcher(raises, (error,), num_processes=2)
     made = found.value

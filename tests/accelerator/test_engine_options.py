@@ -16,7 +16,12 @@ from trainer_kit import Accelerator
 
 def told(accelerator: Accelerator) -> list[bool]:
     state = accelerator.state
-    plugins = (state.fsdp_plugin, state.megatron_lm_plugin, state.torch_tp_plugin, state.deepspeed_plugin)
+    plugins = (
+        state.fsdp_plugin,
+        state.megatron_lm_plugin,
+        state.torch_tp_plugin,
+        state.deepspeed_plugin,
+    )
     return [state.is_fsdp2, *(plugin is not None for plugin in plugins)]
 
 
@@ -27,15 +32,29 @@ def test_plugins_are_those_of_the_engine_that_runs() -> None:
     accelerator.prepare(nn.Linear(2, 2))
     assert accelerator.state.fsdp_plugin is fsdp
     assert told(accelerator) == [True, True, False, False, False]
-    on_mesh = Accelerator(cpu=True, fsdp_plugin=fsdp, parallelism_config=tk.ParallelismConfig(dp_shard_size=2))
+    on_mesh = Accelerator(
+        cpu=True, fsdp_plugin=fsdp, parallelism_config=tk.ParallelismConfig(dp_shard_size=2)
+    )
     assert told(on_mesh) == [True, True, False, False, False]
-    assert told(Accelerator(cpu=True, strategy=tk.strategies.FSDPStrategy())) == [True, False, False, False, False]
+    assert told(Accelerator(cpu=True, strategy=tk.strategies.FSDPStrategy())) == [
+        True,
+        False,
+        False,
+        False,
+        False,
+    ]
     tensor = tk.TorchTensorParallelPlugin(tp_size=2)
     assert told(Accelerator(cpu=True, torch_tp_plugin=tensor)) == [False, False, False, True, False]
     assert told(Accelerator(cpu=True)) == [False] * 5
     if importlib.util.find_spec("megatron") is not None:
         megatron = tk.MegatronLMPlugin(tp_degree=1, pp_degree=1, num_micro_batches=1)
-        assert told(Accelerator(cpu=True, megatron_lm_plugin=megatron)) == [False, False, True, False, False]
+        assert told(Accelerator(cpu=True, megatron_lm_plugin=megatron)) == [
+            False,
+            False,
+            True,
+            False,
+            False,
+        ]
 
 
 @pytest.mark.world_size(2)

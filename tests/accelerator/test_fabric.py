@@ -49,7 +49,9 @@ def by_hand(epochs=2, batch_size=4, every=1, clip=None):
 
 def assert_equal(model, expected, **tolerance):
     torch.testing.assert_close(
-        dict(model.state_dict()), dict(expected.state_dict()), **(tolerance or {"rtol": 0, "atol": 0})
+        dict(model.state_dict()),
+        dict(expected.state_dict()),
+        **(tolerance or {"rtol": 0, "atol": 0}),
     )
 
 
@@ -95,7 +97,9 @@ def test_gradients_that_are_not_finite_or_clipped_in_two_ways():
     fabric.backward(model(torch.full((1, 3), float("nan"))).sum())
     with pytest.raises(tk.NonFiniteError, match="error_if_nonfinite=False"):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
-    assert not torch.isfinite(fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False))
+    assert not torch.isfinite(
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, error_if_nonfinite=False)
+    )
     with pytest.raises(tk.ConfigurationError, match="by value or by norm"):
         fabric.clip_gradients(model, optimizer, clip_val=1.0, max_norm=1.0)
     assert fabric.clip_gradients(model, optimizer, clip_val=1.0) is None
@@ -135,11 +139,20 @@ def test_saving_and_loading(tmp_path):
     assert held["iteration"] == 1
     step(other, loaded, stepper)
     assert_equal(loaded, model)
-    assert tk.checkpoint.read_weights(tmp_path / "checkpoint.ckpt").keys() == model.state_dict().keys()
+    assert (
+        tk.checkpoint.read_weights(tmp_path / "checkpoint.ckpt").keys() == model.state_dict().keys()
+    )
     with pytest.raises(tk.CheckpointError, match="strict=False"):
         other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None})
-    assert other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None}, strict=False).keys() == state.keys()
-    fabric.save(tmp_path / "some", {"model": model}, filter={"model": lambda name, value: name.startswith("0.")})
+    assert (
+        other.load(tmp_path / "checkpoint.ckpt", {"scheduler": None}, strict=False).keys()
+        == state.keys()
+    )
+    fabric.save(
+        tmp_path / "some",
+        {"model": model},
+        filter={"model": lambda name, value: name.startswith("0.")},
+    )
     assert fabric.load(tmp_path / "some")["model"].keys() == {"0.weight", "0.bias"}
 
 
@@ -157,7 +170,9 @@ class Counting(torch.optim.SGD):
 
     def load_state_dict(self, state_dict):
         self.steps = state_dict["steps"]
-        super().load_state_dict({name: value for name, value in state_dict.items() if name != "steps"})
+        super().load_state_dict(
+            {name: value for name, value in state_dict.items() if name != "steps"}
+        )
 
 
 def test_an_optimizer_with_its_own_state(tmp_path):
@@ -208,7 +223,12 @@ def test_callbacks_and_loggers(tmp_path, capsys):
 
 def test_one_process():
     fabric = Fabric(accelerator="cpu")
-    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (0, 0, 0, 1)
+    assert (fabric.global_rank, fabric.local_rank, fabric.node_rank, fabric.world_size) == (
+        0,
+        0,
+        0,
+        1,
+    )
     assert (fabric.is_global_zero, fabric.device) == (True, torch.device("cpu"))
     assert fabric.launch(lambda one, two: (one is fabric, two), 2) == (True, 2)
     assert fabric.seed_everything(3) == 3
@@ -223,7 +243,10 @@ def test_one_process():
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"num_nodes": 2, "devices": 2}, r"(?s)devices=2 on 2 nodes, 1 processes.*launch --num_processes 4"),
+        (
+            {"num_nodes": 2, "devices": 2},
+            r"(?s)devices=2 on 2 nodes, 1 processes.*launch --num_processes 4",
+        ),
         ({"strategy": "dp"}, r"(?s)'dp'.*did you mean"),
         ({"precision": "32-true", "plugins": object()}, "given twice"),
         ({"devices": "0,1"}, r"(?s)devices='0,1'.*CUDA_VISIBLE_DEVICES"),
@@ -246,12 +269,18 @@ def test_processes_that_are_not_started_are_named():
     fabric = Fabric(accelerator="cpu", devices=2)
     assert fabric.world_size == 2
     for use in (lambda: fabric.setup(net()), lambda: fabric.setup_dataloaders([1]), fabric.barrier):
-        with pytest.raises(tk.ConfigurationError, match=r"(?s)not started yet.*call fabric\.launch\(\) first"):
+        with pytest.raises(
+            tk.ConfigurationError, match=r"(?s)not started yet.*call fabric\.launch\(\) first"
+        ):
             use()
 
 
 def test_attributes_of_lightnings_fabric():
-    fabric = Fabric(accelerator=tk.accelerators.CPUAccelerator(), devices=1, loggers=CSVLogger(tempfile.mkdtemp()))
+    fabric = Fabric(
+        accelerator=tk.accelerators.CPUAccelerator(),
+        devices=1,
+        loggers=CSVLogger(tempfile.mkdtemp()),
+    )
     assert fabric.loggers == [fabric.logger]
     with pytest.raises(AttributeError, match=r"(?s)'_loggers'.*fix:   fabric\.loggers"):
         _ = fabric._loggers
@@ -264,7 +293,9 @@ def test_attributes_of_lightnings_fabric():
         Fabric(plugins=tk.plugins.io.TorchCheckpointIO())
 
 
-@pytest.mark.parametrize("layer", [lambda: nn.Linear(4, 4), lambda: nn.MultiheadAttention(4, 2), lambda: nn.LSTM(2, 2)])
+@pytest.mark.parametrize(
+    "layer", [lambda: nn.Linear(4, 4), lambda: nn.MultiheadAttention(4, 2), lambda: nn.LSTM(2, 2)]
+)
 @pytest.mark.parametrize("face", [Fabric, tk.Trainer])
 def test_layers_without_values_draw_no_random_numbers(face, layer):
     options = {"logger": False, "barebones": True} if face is tk.Trainer else {}
@@ -285,7 +316,10 @@ def test_a_value_called_step_is_the_step_of_its_row(tmp_path):
     fabric.log_dict({"loss": 2.5, "step": 7})
     fabric.logger.save()
     with open(fabric.logger.path) as file:
-        assert [(row["step"], row["loss"]) for row in csv.DictReader(file)] == [("3", "1.5"), ("7", "2.5")]
+        assert [(row["step"], row["loss"]) for row in csv.DictReader(file)] == [
+            ("3", "1.5"),
+            ("7", "2.5"),
+        ]
 
 
 _LAUNCHED = """
@@ -328,9 +362,13 @@ def test_launch_starts_the_processes(tmp_path):
     for strategy in ("ddp", "ddp_spawn"):
         script = tmp_path / "train.py"
         script.write_text(_LAUNCHED)
-        run = subprocess.run([sys.executable, str(script), strategy], capture_output=True, text=True, timeout=100)
+        run = subprocess.run(
+            [sys.executable, str(script), strategy], capture_output=True, text=True, timeout=100
+        )
         assert run.returncode == 0, run.stderr
-        lines[strategy] = [line for line in run.stdout.splitlines() if line.startswith(("RESULT", "RETURNED"))]
+        lines[strategy] = [
+            line for line in run.stdout.splitlines() if line.startswith(("RESULT", "RETURNED"))
+        ]
     assert lines["ddp"] == lines["ddp_spawn"][:1]
     assert lines["ddp"][0].startswith("RESULT 2 [[0.0, 4.0], [8.0, 12.0]] 1 [")
     assert lines["ddp_spawn"][1:] == ["RETURNED (0, 2)"]
@@ -339,7 +377,9 @@ def test_launch_starts_the_processes(tmp_path):
 def test_save_takes_a_filter(tmp_path):
     fabric = Fabric(accelerator="cpu")
     with pytest.raises(tk.ConfigurationError, match=r"(?s)filter= names \['modle'\].*'model'"):
-        fabric.save(tmp_path / "some", {"model": net()}, filter={"modle": lambda name, value: False})
+        fabric.save(
+            tmp_path / "some", {"model": net()}, filter={"modle": lambda name, value: False}
+        )
     assert not (tmp_path / "some").exists()
 
 
@@ -398,7 +438,9 @@ def test_attributes_and_methods_of_a_prepared_module(tmp_path):
         model.nothing  # noqa: B018
     assert model.logger is logger
     model.print("through the fabric")
-    with pytest.raises(AttributeError, match=r"(?s)trainer\.datamodule is not available: a Fabric runs.*argument"):
+    with pytest.raises(
+        AttributeError, match=r"(?s)trainer\.datamodule is not available: a Fabric runs.*argument"
+    ):
         model.trainer.datamodule  # noqa: B018
     logger.finalize("success")
     rows = list(csv.DictReader(Path(logger.log_dir, "metrics.csv").read_text().splitlines()))
@@ -464,7 +506,9 @@ def test_methods_synchronise_gradients(strategy, call):
 def test_a_method_past_the_wrapper_is_refused():
     fabric = Fabric(accelerator="cpu", strategy="ddp")
     model = fabric.setup(Named())
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)Named\.loss.*model\.mark_forward_method\('loss'\)"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)Named\.loss.*model\.mark_forward_method\('loss'\)"
+    ):
         model.loss(points()[:4])
     with torch.no_grad():
         assert model.loss(points()[:4]) > 0
@@ -501,7 +545,9 @@ def test_two_processes():
 
 
 def tensor_parallel(model, mesh):
-    return parallelize_module(model, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    return parallelize_module(
+        model, mesh["tensor_parallel"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
 
 
 def sharded(model, mesh):
@@ -543,14 +589,20 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
         fabric.save(f"{box[0]}/{name}", state)
         if fabric.is_global_zero:
             torch.testing.assert_close(weights, dict(half.state_dict()), rtol=0, atol=1e-6)
-    for start, (name, (size, strategy)) in zip(["data", "fsdp", "ddp", "tensor"], made.items(), strict=True):
+    for start, (name, (size, strategy)) in zip(
+        ["data", "fsdp", "ddp", "tensor"], made.items(), strict=True
+    ):
         fabric, _, weights = run(strategy, size, f"{box[0]}/{start}")
         if fabric.is_global_zero:
-            torch.testing.assert_close(weights, dict(whole.state_dict()), rtol=0, atol=1e-6, msg=name)
+            torch.testing.assert_close(
+                weights, dict(whole.state_dict()), rtol=0, atol=1e-6, msg=name
+            )
     fabric = Fabric(accelerator="cpu", strategy="fsdp")
     first = fabric.setup(net())
     optimizer = fabric.setup_optimizers(torch.optim.Adam(list(first.parameters())[:2]))
-    with pytest.raises(tk.ConfigurationError, match=r"has \[4\] parameters in its groups, and this one \[2\]"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"has \[4\] parameters in its groups, and this one \[2\]"
+    ):
         fabric.load(f"{box[0]}/ddp", {"optimizer": optimizer})
     fabric.barrier()
     if fabric.is_global_zero:
@@ -558,8 +610,12 @@ def test_strategy_objects_train_and_save_divided_objects_whole():
 
 
 def test_an_engine_is_given_once():
-    with pytest.raises(tk.ConfigurationError, match=r"given twice\n  found: strategy= and ParallelismConfig"):
-        tk.Accelerator(cpu=True, strategy=DDPStrategy(), parallelism_config=tk.ParallelismConfig(tp_size=1))
+    with pytest.raises(
+        tk.ConfigurationError, match=r"given twice\n  found: strategy= and ParallelismConfig"
+    ):
+        tk.Accelerator(
+            cpu=True, strategy=DDPStrategy(), parallelism_config=tk.ParallelismConfig(tp_size=1)
+        )
     with pytest.raises(tk.ConfigurationError, match="strategy"):
         tk.Accelerator(cpu=True, strategy=3)
     assert Fabric(accelerator="cpu", strategy=DDPStrategy()).strategy.name == "single_device"

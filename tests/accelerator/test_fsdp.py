@@ -28,7 +28,9 @@ def loop(accelerator: tk.Accelerator, size: int) -> tuple[nn.Module, list[float]
     """Two epochs by hand, with accumulation and clipping; the norms of their gradients."""
     model = make_net().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(SAMPLES, batch_size=size))
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, DataLoader(SAMPLES, batch_size=size)
+    )
     norms: list[float] = []
     for _ in range(2):
         for x, y in loader:
@@ -48,13 +50,17 @@ def made(**options: Any) -> tk.Accelerator:
 def by_weight(accelerator: tk.Accelerator) -> tuple[nn.Module, nn.Module]:
     """Sums with their weights, steps of many parameters at once, and a model that is read before it is stepped."""
     model, teacher = (make_net(seed=seed).double() for seed in (0, 1))
-    optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in (model, teacher)]
+    optimizers = [
+        torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in (model, teacher)
+    ]
     model, teacher, *optimizers, loader = accelerator.prepare(
         model, teacher, *optimizers, DataLoader(SAMPLES, batch_size=3)
     )
     for x, y in loader:
         with accelerator.accumulate(model, teacher):
-            loss = F.cross_entropy(model(x), y, reduction="sum") + F.cross_entropy(teacher(x), y, reduction="sum")
+            loss = F.cross_entropy(model(x), y, reduction="sum") + F.cross_entropy(
+                teacher(x), y, reduction="sum"
+            )
             accelerator.backward(loss, weight=len(y))
             with torch.no_grad():
                 model(x)
@@ -71,7 +77,8 @@ def check_an_optimizer_that_comes_before_its_model() -> None:
         accelerator, model = made(fsdp_plugin=plugin), make_net().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, foreach=True)
         optimizer, loader, model = [
-            accelerator.prepare(one) for one in (optimizer, DataLoader(SAMPLES, batch_size=3), model)
+            accelerator.prepare(one)
+            for one in (optimizer, DataLoader(SAMPLES, batch_size=3), model)
         ]
         for x, y in loader:
             with accelerator.accumulate(model):
@@ -85,20 +92,33 @@ def check_an_optimizer_that_comes_before_its_model() -> None:
 def check_any_norm() -> None:
     """Of parts, of whole parameters beside them, and of a part of which this process has nothing."""
     found = []
-    for options in ({"fsdp_plugin": tk.FullyShardedDataParallelPlugin(ignored_modules=r"0\.0")}, {}):
+    for options in (
+        {"fsdp_plugin": tk.FullyShardedDataParallelPlugin(ignored_modules=r"0\.0")},
+        {},
+    ):
         accelerator = tk.Accelerator(cpu=True, seed=0, **options)
         model = nn.Sequential(make_net(), nn.Linear(4, 1)).double()
         model = accelerator.prepare(model)
         accelerator.backward(model(SAMPLES.tensors[0]).square().mean())
-        norms = [float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p)) for p in (1, 2, 3.5, "inf")]
+        norms = [
+            float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p))
+            for p in (1, 2, 3.5, "inf")
+        ]
         accelerator.clip_grad_norm_(model.parameters(), 1e-3, norm_type=1)
-        found.append((norms, whole({n: p.grad for n, p in accelerator.unwrap_model(model).named_parameters()})))
+        found.append(
+            (
+                norms,
+                whole({n: p.grad for n, p in accelerator.unwrap_model(model).named_parameters()}),
+            )
+        )
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-9)
     assert_same(found[0][1], found[1][1], 1e-12)
 
 
 def check_a_mix_of_whole_and_divided() -> None:
-    plugin = tk.FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", ignored_modules="0")
+    plugin = tk.FullyShardedDataParallelPlugin(
+        sharding_strategy="SHARD_GRAD_OP", ignored_modules="0"
+    )
     accelerator = made(fsdp_plugin=plugin)
     with (
         pytest.raises(ConfigurationError, match="every step needs all processes"),
@@ -122,7 +142,9 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
     check_a_mix_of_whole_and_divided()
     check_an_optimizer_that_comes_before_its_model()
     accelerator = made(
-        fsdp_plugin=tk.FullyShardedDataParallelPlugin(min_num_params=10, auto_wrap_policy="size_based_wrap")
+        fsdp_plugin=tk.FullyShardedDataParallelPlugin(
+            min_num_params=10, auto_wrap_policy="size_based_wrap"
+        )
     )
     assert accelerator.strategy.name == "fsdp"
     mine, norms = loop(accelerator, 3)
@@ -148,12 +170,17 @@ def test_it_trains_and_saves_as_one_process(tmp_path: Path) -> None:
         assert_same(whole(other.unwrap_model(model).state_dict()), found, 0.0)
         moments = optimizer.state[next(iter(model.parameters()))]["exp_avg"]
         before = accelerator._optimizers[0].state[next(iter(mine.parameters()))]["exp_avg"]
-        parts = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in (moments, before)]
+        parts = [
+            value.full_tensor() if hasattr(value, "full_tensor") else value
+            for value in (moments, before)
+        ]
         assert torch.equal(*parts)
         other.save_state(tmp_path / other.strategy.name)
     back = made(fsdp_plugin=tk.FullyShardedDataParallelPlugin())
     model = make_net(seed=4).double()
-    model, _, _ = back.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(SAMPLES, batch_size=3))
+    model, _, _ = back.prepare(
+        model, torch.optim.AdamW(model.parameters()), DataLoader(SAMPLES, batch_size=3)
+    )
     back.load_state(tmp_path / "ddp")
     assert_same(whole(model.state_dict()), found, 0.0)
     alone = make_net(seed=5).double()
@@ -198,7 +225,10 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
         raise ValueError("of a user")
 
     breaks = Breaks()
-    for kind, options in (("read_checkpoint", {}), ("held_of", {"fsdp_plugin": tk.FullyShardedDataParallelPlugin()})):
+    for kind, options in (
+        ("read_checkpoint", {}),
+        ("held_of", {"fsdp_plugin": tk.FullyShardedDataParallelPlugin()}),
+    ):
         accelerator = made(project_dir=path.with_name(kind), **options)
         accelerator.register_for_checkpointing(breaks)
         accelerator.prepare(make_net())
@@ -212,7 +242,10 @@ def what_fails_on_one_process_ends_all(path: Path) -> None:
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing:
                     patch.setattr(checkpoints, name, raises)
-                with case(name=name), pytest.raises(ValueError if rank == failing else RankError, match="of a user"):
+                with (
+                    case(name=name),
+                    pytest.raises(ValueError if rank == failing else RankError, match="of a user"),
+                ):
                     act()
         breaks.breaks = rank == 1
         for act in (accelerator.save_state, accelerator.load_state):

@@ -21,12 +21,24 @@ pytestmark = pytest.mark.slow  # programs are started
 GUIDES = Path(__file__).parent / "guides"
 
 
-ALL = ["quicktour", "accumulation", "accumulation_of_tokens", "tracking", "local_sgd", "big_batch", "execution"]
+ALL = [
+    "quicktour",
+    "accumulation",
+    "accumulation_of_tokens",
+    "tracking",
+    "local_sgd",
+    "big_batch",
+    "execution",
+]
 
 
 def run(programs, processes, script, *words):
     """What the first of the processes printed."""
-    ran = programs.run_ranks(processes, script, *words) if processes > 1 else [programs.run(script, *words)]
+    ran = (
+        programs.run_ranks(processes, script, *words)
+        if processes > 1
+        else [programs.run(script, *words)]
+    )
     for process in ran:
         assert process.returncode == 0, process.stdout + process.stderr
     return ran[0].stdout
@@ -70,7 +82,11 @@ def test_quicktour(guides):
 
 def test_gradient_accumulation(guides):
     found = guides[2]["accumulation"]
-    assert found == {"with": pytest.approx(2.04), "without": pytest.approx(2.04), "syncs": [False] * 3 + [True]}
+    assert found == {
+        "with": pytest.approx(2.04),
+        "without": pytest.approx(2.04),
+        "syncs": [False] * 3 + [True],
+    }
 
 
 def test_accumulation_over_samples_of_different_lengths(guides):
@@ -101,7 +117,9 @@ def test_tracking(guides):
     found = said["tracking"]
     steps = {1: 8, 2: 4}[processes]
     assert found == {"steps": steps, "mine": "mine"}
-    config, *lines = [json.loads(line) for line in (directory / "some_run_name.jsonl").read_text().splitlines()]
+    config, *lines = [
+        json.loads(line) for line in (directory / "some_run_name.jsonl").read_text().splitlines()
+    ]
     assert config["config"]["loss_function"] == "MSELoss()"
     assert [line["step"] for line in lines] == list(range(steps))
     files = list((directory / "example_project").glob("events.out.tfevents.*"))
@@ -130,7 +148,9 @@ def local_sgd(processes):
             model.zero_grad()
             for i in range(2):
                 start = (2 * window + i) * micro + rank * 4
-                (nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / 2).backward()
+                (
+                    nn.functional.mse_loss(model(x[start : start + 4]), y[start : start + 4]) / 2
+                ).backward()
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter -= 0.1 * parameter.grad

@@ -6,9 +6,22 @@ import itertools
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
-from trainer_kit import Accelerator, DataLoaderConfiguration, PartialState, gather_object, skip_first_batches
+from trainer_kit import (
+    Accelerator,
+    DataLoaderConfiguration,
+    PartialState,
+    gather_object,
+    skip_first_batches,
+)
 from trainer_kit.accelerator.loader import BatchSamplerShard, SeedableRandomSampler
 from trainer_kit.accelerator.script_names import prepare_data_loader
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
@@ -47,8 +60,12 @@ KINDS = {
     "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
     "workers": lambda: DataLoader(DATA, batch_size=4, shuffle=True, num_workers=2),
     "stream": lambda: DataLoader(Stream(), batch_size=4),
-    "batch sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)),
-    "own generator": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)),
+    "batch sampler": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, drop_last=False)
+    ),
+    "own generator": lambda: DataLoader(
+        DATA, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5)
+    ),
     "dispatched": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
 }
 
@@ -64,7 +81,10 @@ def ids(batch):
 
 
 def read(accelerator, data):
-    return [ids((accelerator.gather_for_metrics(batch[0] if isinstance(batch, list) else batch),)) for batch in data]
+    return [
+        ids((accelerator.gather_for_metrics(batch[0] if isinstance(batch, list) else batch),))
+        for batch in data
+    ]
 
 
 def check_resume(kind, directory):
@@ -86,13 +106,17 @@ def check_resume(kind, directory):
         assert read(accelerator, data) == third
         accelerator, data = make(kind)
         accelerator.load_state(directory)
-        assert read(accelerator, skip_first_batches(data, stop)) == whole[stop:], "as Accelerate's scripts resume"
+        assert read(accelerator, skip_first_batches(data, stop)) == whole[stop:], (
+            "as Accelerate's scripts resume"
+        )
         assert read(accelerator, data) == third
 
 
 @pytest.mark.filterwarnings("ignore:.*is read from its start:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*batches:UserWarning")
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) if k == "workers" else k for k in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) if k == "workers" else k for k in KINDS]
+)
 def test_a_state_inside_an_epoch(kind, tmp_path):
     check_resume(kind, tmp_path / "state")
 
@@ -123,7 +147,9 @@ def test_a_loader_with_its_own_state(tmp_path):
 def test_a_one_pass_iterator_continues_after_the_batches_read(tmp_path):
     def made():
         accelerator = Accelerator(cpu=True)
-        return accelerator, accelerator.prepare_data_loader(iter([torch.tensor([i]) for i in range(8)]))
+        return accelerator, accelerator.prepare_data_loader(
+            iter([torch.tensor([i]) for i in range(8)])
+        )
 
     accelerator, data = made()
     for number, _ in enumerate(data, 1):
@@ -157,7 +183,9 @@ def test_one_process_resumes_a_state_of_two(tmp_path):
     accelerator.load_state(tmp_path / "state")
     whole = Accelerator(cpu=True, seed=3).prepare(DataLoader(DATA, batch_size=4, shuffle=True))
     list(whole)
-    assert [ids(batch) for batch in data] == [ids(batch) for batch in whole][2:], "two batches of four, on each of two"
+    assert [ids(batch) for batch in data] == [ids(batch) for batch in whole][2:], (
+        "two batches of four, on each of two"
+    )
 
 
 def _two_save(path):
@@ -240,7 +268,11 @@ def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
     data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(7)), batch_size=2))
     batches = data.batch_sampler
     assert isinstance(batches, BatchSamplerShard)
-    assert (batches.batch_size, batches.num_processes, batches.process_index) == (2, 2, accelerator.process_index)
+    assert (batches.batch_size, batches.num_processes, batches.process_index) == (
+        2,
+        2,
+        accelerator.process_index,
+    )
     assert isinstance(batches.sampler, SequentialSampler)
     assert list(batches) == [batch[0].tolist() for batch in data]
     with accelerator.join_uneven_inputs([], even_batches=False):
@@ -259,7 +291,9 @@ def test_the_batch_sampler_of_a_prepared_loader_is_that_of_the_process():
         data.batch_sampler.even_batches = even
         assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
         assert len(data.batch_sampler) == len(data)
-    data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(9)), batch_sampler=OfOwnSizes()))
+    data = accelerator.prepare(
+        DataLoader(TensorDataset(torch.arange(9)), batch_sampler=OfOwnSizes())
+    )
     assert list(data.batch_sampler) == [batch[0].tolist() for batch in data]
 
 
@@ -275,7 +309,9 @@ def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(
     assert type(given.batch_sampler.sampler) is RandomSampler
     orders = []
     for epoch in (0, 1):
-        torch.manual_seed(accelerator.process_index)  # the global generators have no effect, and stay as they are
+        torch.manual_seed(
+            accelerator.process_index
+        )  # the global generators have no effect, and stay as they are
         state = torch.get_rng_state()
         order, own = list(whole.sampler), list(data.batch_sampler)
         assert torch.equal(state, torch.get_rng_state())
@@ -284,12 +320,16 @@ def test_the_batch_sampler_of_a_shuffled_loader_has_the_order_of_the_next_epoch(
         read = [batch.tolist() for (batch,) in data]
         assert dispatch or own == read
         assert sorted(order) == list(range(8))
-        assert order == [i for turn in zip(*gather_object([read]), strict=True) for part in turn for i in part]
+        assert order == [
+            i for turn in zip(*gather_object([read]), strict=True) for part in turn for i in part
+        ]
         orders.append(order)
     whole.sampler.set_epoch(0)
     assert list(whole.sampler) == orders[0] != orders[1]
     assert data.iteration == 0
-    with_generator = DataLoader(TensorDataset(torch.arange(8)), shuffle=True, generator=torch.Generator())
+    with_generator = DataLoader(
+        TensorDataset(torch.arange(8)), shuffle=True, generator=torch.Generator()
+    )
     inner = accelerator.prepare(with_generator).batch_sampler.sampler
     assert inner is with_generator.sampler
 
@@ -299,7 +339,10 @@ def test_metrics_are_exact_for_every_gathered_structure():
     accelerator = Accelerator(cpu=True)
     rank = accelerator.process_index
     data = accelerator.prepare(DataLoader(TensorDataset(torch.arange(21)), batch_size=4))
-    for view, expected in ((data, list(range(21))), (accelerator.skip_first_batches(data, 1), list(range(8, 21)))):
+    for view, expected in (
+        (data, list(range(21))),
+        (accelerator.skip_first_batches(data, 1), list(range(8, 21))),
+    ):
         tensors, dicts, objects, scalars, rows = [], [], [], [], []
         for (index,) in view:
             tensors += accelerator.gather_for_metrics(index).tolist()
@@ -309,8 +352,12 @@ def test_metrics_are_exact_for_every_gathered_structure():
             scalars.append(accelerator.gather_for_metrics(torch.tensor(float(rank))).tolist())
             rows.append(accelerator.gather_for_metrics(torch.tensor([float(rank)])).tolist())
         assert tensors == dicts == [int(text) for text in objects] == expected
-        assert scalars == rows == [[0.0, 1.0]] * len(view), "one value of each process is never dropped"
-    assert accelerator.gather_for_metrics(torch.ones(3)).shape == (6,), "outside of a loader there is nothing twice"
+        assert scalars == rows == [[0.0, 1.0]] * len(view), (
+            "one value of each process is never dropped"
+        )
+    assert accelerator.gather_for_metrics(torch.ones(3)).shape == (6,), (
+        "outside of a loader there is nothing twice"
+    )
 
 
 @pytest.mark.world_size(2)
@@ -352,7 +399,9 @@ def test_a_position_is_counted_in_samples(tmp_path, size, batch):
 
     def made(size):
         accelerator = Accelerator(cpu=True, seed=0)
-        return accelerator, accelerator.prepare(DataLoader(TensorDataset(torch.arange(10)), batch_size=size))
+        return accelerator, accelerator.prepare(
+            DataLoader(TensorDataset(torch.arange(10)), batch_size=size)
+        )
 
     accelerator, loader = made(size)
     for number, _ in enumerate(loader, 1):
@@ -361,7 +410,9 @@ def test_a_position_is_counted_in_samples(tmp_path, size, batch):
     for other in (1, 2, 5):
         accelerator, loader = made(other)
         if size * batch % other and size * batch < 10:
-            with pytest.raises(CheckpointError, match=f"{size * batch} samples are not a whole number of batches"):
+            with pytest.raises(
+                CheckpointError, match=f"{size * batch} samples are not a whole number of batches"
+            ):
                 accelerator.load_state(tmp_path / "state")
             continue
         accelerator.load_state(tmp_path / "state")

@@ -48,7 +48,8 @@ def loop(
             accelerator.backward(loss, weight=len(y) + int(y.sum()) if tokens else None)
             if accelerator.sync_gradients and clip is not None:
                 norms += [
-                    accelerator.clip_grad_norm_(model.parameters(), limit, p) for limit, p in ((1e9, "inf"), (clip, 2))
+                    accelerator.clip_grad_norm_(model.parameters(), limit, p)
+                    for limit, p in ((1e9, "inf"), (clip, 2))
                 ]
             optimizer.step()
             scheduler.step()
@@ -81,7 +82,9 @@ def test_it_trains_and_saves_as_ddp_does(tmp_path: Path) -> None:
     assert_same(own, first, 1e-5)
     torch.testing.assert_close(own_norms, norms)
     steps = [call for call in calls if call[0] == "step"]
-    assert [said[2] for said in steps] == pytest.approx([0.1, 0.05, 0.025])  # the scheduler's, on two processes
+    assert [said[2] for said in steps] == pytest.approx(
+        [0.1, 0.05, 0.025]
+    )  # the scheduler's, on two processes
     assert sum(call[0] == "finalize" for call in calls) == len(steps) == 3
     assert not any(call[0] == "schedule" for call in calls)
     accelerator.save_state(tmp_path / "megatron")
@@ -147,13 +150,18 @@ def test_options_set_elsewhere_are_refused_by_name(monkeypatch: pytest.MonkeyPat
         ({"num_micro_batches": 4}, "gradient_accumulation_steps"),
         ({"expert_model_parallel_size": 2}, "experts are not supported yet"),
         ({"recompute_activations": True}, "TransformerConfig"),
-        ({"lr_warmup_iters": 10}, "lr_warmup_iters is an option of Megatron-LM's own training script"),
+        (
+            {"lr_warmup_iters": 10},
+            "lr_warmup_iters is an option of Megatron-LM's own training script",
+        ),
     ):
         with pytest.raises(ConfigurationError, match=f"(?s){told}"):
             tk.MegatronLMPlugin(**options)
     with pytest.raises(TypeError, match="'tp'"):
         tk.MegatronLMPlugin(tp=2)
-    assert tk.MegatronLMPlugin(num_micro_batches=1, gradient_clipping=0, other_megatron_args=None).options == {
+    assert tk.MegatronLMPlugin(
+        num_micro_batches=1, gradient_clipping=0, other_megatron_args=None
+    ).options == {
         "tensor_parallel": 1,
         "sequence_parallel": False,
         "distributed_optimizer": False,

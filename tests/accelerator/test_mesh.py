@@ -42,7 +42,9 @@ def by_hand(weighed: bool, **options: Any) -> tuple[nn.Module, list[float]]:
         for start in range(0, len(batches), 2):
             x, y = (torch.cat(part) for part in zip(*batches[start : start + 2], strict=True))
             cross_entropy(model(x), y, "mean").backward()
-            norms += [float(nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)) for p in OTHER_NORMS]
+            norms += [
+                float(nn.utils.clip_grad_norm_(model.parameters(), 1e9, p)) for p in OTHER_NORMS
+            ]
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.3)))
             optimizer.step()
             optimizer.zero_grad()
@@ -61,7 +63,11 @@ def prepared(accelerator: tk.Accelerator, data: Any, seed: int = 0, **options: A
 
 
 def loop(
-    accelerator: tk.Accelerator, weighed: bool, load: Path | None = None, save: Path | None = None, **options: Any
+    accelerator: tk.Accelerator,
+    weighed: bool,
+    load: Path | None = None,
+    save: Path | None = None,
+    **options: Any,
 ) -> tuple[nn.Module, list[float]]:
     """As a user writes it; the same on every mesh. A state is saved behind four batches, in mid-epoch."""
     model, optimizer, loader = prepared(accelerator, texts(20, weighed), **options)
@@ -70,14 +76,20 @@ def loop(
         accelerator.load_state(load)
     while loader.iteration < 2:
         for number, (x, y) in enumerate(loader):
-            with accelerator.accumulate(model), accelerator.maybe_context_parallel([x, y], [1, 1], {x, y}):
+            with (
+                accelerator.accumulate(model),
+                accelerator.maybe_context_parallel([x, y], [1, 1], {x, y}),
+            ):
                 if weighed:
                     total, count = cross_entropy(model(x), y, "sum"), int((y != -100).sum())
                     accelerator.backward(total, weight=count)
                 else:
                     accelerator.backward(cross_entropy(model(x), y, "mean"))
                 if accelerator.sync_gradients:
-                    norms += [float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p)) for p in OTHER_NORMS]
+                    norms += [
+                        float(accelerator.clip_grad_norm_(model.parameters(), 1e9, p))
+                        for p in OTHER_NORMS
+                    ]
                     norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.3)))
                 optimizer.step()
                 optimizer.zero_grad()
@@ -100,7 +112,11 @@ def compare(
 
 
 def axes(plan: Any = PLAN, **sizes: int) -> dict[str, Any]:
-    return {"parallelism_config": tk.ParallelismConfig(plan=plan, **{f"{k}_size": v for k, v in sizes.items()})}
+    return {
+        "parallelism_config": tk.ParallelismConfig(
+            plan=plan, **{f"{k}_size": v for k, v in sizes.items()}
+        )
+    }
 
 
 def what_is_gathered_is_there_once(accelerator: tk.Accelerator) -> None:
@@ -112,7 +128,9 @@ def what_is_gathered_is_there_once(accelerator: tk.Accelerator) -> None:
     assert [text for texts in found for text in texts] == list(map(str, range(11)))
 
 
-def states_load_anywhere(accelerator: tk.Accelerator, model: nn.Module, others: list[Any], path: Path) -> None:
+def states_load_anywhere(
+    accelerator: tk.Accelerator, model: nn.Module, others: list[Any], path: Path
+) -> None:
     """Into this mesh, another one, and DDP; from each of them back."""
     expected = whole(model)
     accelerator.save_state(path / "state")
@@ -130,7 +148,10 @@ def states_load_anywhere(accelerator: tk.Accelerator, model: nn.Module, others: 
             other.load_state(path / "state")
             assert_alike(other.unwrap_model(mine), model, 0.0)
             moments = optimizer.state[next(iter(mine.parameters()))]["exp_avg"]
-            pair = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in (moments, before)]
+            pair = [
+                value.full_tensor() if hasattr(value, "full_tensor") else value
+                for value in (moments, before)
+            ]
             assert torch.equal(*pair)
             assert loader.iteration == 2
             torch.manual_seed(accelerator.process_index)
@@ -168,11 +189,16 @@ def test_sequences() -> None:
 
 
 def what_a_mesh_says(accelerator: tk.Accelerator) -> None:
-    assert "mesh tp=2 on cpu; the same batches on ranks 0 1; this rank holds" in accelerator.explain()
+    assert (
+        "mesh tp=2 on cpu; the same batches on ranks 0 1; this rank holds" in accelerator.explain()
+    )
     assert "parallelism_config_tp_size" in accelerator.explain()
     assert accelerator.parallelism_config.tp_size == accelerator.parallelism_config.total_size == 2
     assert accelerator.torch_device_mesh["tp"].size() == 2
-    assert (accelerator.tensor_parallel_rank, accelerator.data_parallel_rank) == (accelerator.process_index, 0)
+    assert (accelerator.tensor_parallel_rank, accelerator.data_parallel_rank) == (
+        accelerator.process_index,
+        0,
+    )
     assert accelerator.is_composable_parallelism_enabled
     assert accelerator.unwrap_model(accelerator._models[0]) is accelerator._models[0]
     with pytest.raises(ConfigurationError, match="LocalSGD under 'mesh'"):
@@ -188,13 +214,18 @@ def buffers_are_whole_again(accelerator: tk.Accelerator) -> None:
     for _ in range(2):
         x, y = make_texts([2])[0]
         before = x.clone()
-        with accelerator.maybe_context_parallel(buffers=[x, y], buffer_seq_dims=[1, 1], no_restore_buffers={y}):
+        with accelerator.maybe_context_parallel(
+            buffers=[x, y], buffer_seq_dims=[1, 1], no_restore_buffers={y}
+        ):
             assert x.shape == y.shape == (2, 4)
             accelerator.backward(cross_entropy(model(x), y, "mean"))
         assert torch.equal(x, before)
         assert y.shape == (2, 4)
     optimizer.zero_grad()
-    for buffers, dims, told in (([x], [], "1 buffers, 0 dimensions"), ([torch.ones(2, 3)], [1], "length 3")):
+    for buffers, dims, told in (
+        ([x], [], "1 buffers, 0 dimensions"),
+        ([torch.ones(2, 3)], [1], "length 3"),
+    ):
         with (
             pytest.raises(StrategyError, match=told),
             accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=dims),
@@ -222,7 +253,9 @@ def what_is_refused() -> None:
         made(**axes(forgotten, tp=2)).prepare(make_language())
     staged = made(**axes(pp=2))
     assert "parallelism_config_pp_size" in staged.explain()
-    with pytest.raises(StrategyError, match=r"need a Trainer that runs whole steps(.|\n)*pp=2(.|\n)*use pp=1"):
+    with pytest.raises(
+        StrategyError, match=r"need a Trainer that runs whole steps(.|\n)*pp=2(.|\n)*use pp=1"
+    ):
         staged.prepare(make_language())
 
 
@@ -231,10 +264,15 @@ def what_is_refused() -> None:
     [
         ("cpu_offload", {"cpu_offload": True}),
         ("ignored_modules", {"ignored_modules": "head"}),
-        ("mixed_precision", {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}),
+        (
+            "mixed_precision",
+            {"mixed_precision_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+        ),
     ],
 )
-def test_options_of_fsdp_are_refused_where_nothing_is_sharded(name: str, plugin: dict[str, Any]) -> None:
+def test_options_of_fsdp_are_refused_where_nothing_is_sharded(
+    name: str, plugin: dict[str, Any]
+) -> None:
     import trainer_kit.build  # noqa: F401  # registers the strategies
 
     options = tk.FullyShardedDataParallelPlugin(**plugin)
@@ -243,7 +281,9 @@ def test_options_of_fsdp_are_refused_where_nothing_is_sharded(name: str, plugin:
     ) as error:
         tk.ParallelismConfig(tp_size=2).make_strategy(options)
     assert error.value.problem.endswith("needs ranks that shard parameters")
-    tk.ParallelismConfig(tp_size=2, dp_shard_size=2).make_strategy(tk.FullyShardedDataParallelPlugin(cpu_offload=True))
+    tk.ParallelismConfig(tp_size=2, dp_shard_size=2).make_strategy(
+        tk.FullyShardedDataParallelPlugin(cpu_offload=True)
+    )
 
 
 @pytest.mark.long
@@ -252,7 +292,9 @@ def test_four_processes(tmp_path: Path) -> None:
     accelerator, model = compare(axes(dp_shard=2, tp=2), tmp_path / "middle")
     states_load_anywhere(accelerator, model, [axes(dp_shard=4)], tmp_path)
     what_is_gathered_is_there_once(accelerator)
-    plugin = tk.FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], reshard_after_forward=False)
+    plugin = tk.FullyShardedDataParallelPlugin(
+        transformer_cls_names_to_wrap=["Block"], reshard_after_forward=False
+    )
     accelerator, _ = compare({"fsdp_plugin": plugin, **axes(dp_replicate=2, tp=2)}, both=False)
     assert "dp_replicate=2 × tp=2" in accelerator.explain()
     two_models_of_one_loop(made(**axes(dp_shard=2, tp=2)))
@@ -273,7 +315,9 @@ def two_models_of_one_loop(accelerator: tk.Accelerator) -> None:
     """What steps one of them has read the other."""
     nets = [make_language(seed=seed) for seed in (0, 1)]
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.05, foreach=True) for net in nets]
-    one, two, first, second, loader = accelerator.prepare(*nets, *optimizers, DataLoader(texts(8, False), batch_size=2))
+    one, two, first, second, loader = accelerator.prepare(
+        *nets, *optimizers, DataLoader(texts(8, False), batch_size=2)
+    )
     alone = [make_language(seed=seed) for seed in (0, 1)]
     steps = [torch.optim.SGD(net.parameters(), lr=0.05) for net in alone]
 

@@ -91,7 +91,9 @@ def check(loop: Any, prepares_loader: bool) -> None:
     expected = plain(2)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     a, b = networks()
-    things = accelerator.prepare(a, b, torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1))
+    things = accelerator.prepare(
+        a, b, torch.optim.SGD(a.parameters(), 0.1), torch.optim.SGD(b.parameters(), 0.1)
+    )
     size = 4 // accelerator.num_processes
     data: Any = DataLoader(ROWS.double(), batch_size=size)
     if prepares_loader:
@@ -150,7 +152,9 @@ def gan(accelerator: Accelerator | None, steps: int) -> tuple[nn.Module, nn.Modu
             oc.step()
             oc.zero_grad()
         with accelerator.accumulate(g):
-            accelerator.backward(-nn.functional.linear(g(x), critic.weight.detach(), critic.bias.detach()).mean())
+            accelerator.backward(
+                -nn.functional.linear(g(x), critic.weight.detach(), critic.bias.detach()).mean()
+            )
             og.step()
             og.zero_grad()
     return generator, critic
@@ -188,7 +192,9 @@ def steps_of(accelerator: Any, samples: int = 10, **options: Any) -> list[tuple[
             with accelerator.accumulate(model):
                 state = accelerator.gradient_state
                 ends = state.end_of_dataloader
-                seen.append((before, accelerator.step, accelerator.sync_gradients, ends, state.remainder))
+                seen.append(
+                    (before, accelerator.step, accelerator.sync_gradients, ends, state.remainder)
+                )
                 accelerator.backward(model(batch).mean())
                 optimizer.step()
                 optimizer.zero_grad()
@@ -198,11 +204,15 @@ def steps_of(accelerator: Any, samples: int = 10, **options: Any) -> list[tuple[
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("samples", [10, 9])
 @pytest.mark.parametrize("synced", [True, False])
-def test_steps_and_remainders_are_those_of_accelerate(steps: int, samples: int, synced: bool) -> None:
+def test_steps_and_remainders_are_those_of_accelerate(
+    steps: int, samples: int, synced: bool
+) -> None:
     accelerate = pytest.importorskip("accelerate")
     options = {"num_steps": steps, "sync_with_dataloader": synced}
     theirs = accelerate.utils.GradientAccumulationPlugin(**options)
-    expected = steps_of(accelerate.Accelerator(cpu=True, gradient_accumulation_plugin=theirs), samples)
+    expected = steps_of(
+        accelerate.Accelerator(cpu=True, gradient_accumulation_plugin=theirs), samples
+    )
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     mine = tk.GradientAccumulationPlugin(**options)

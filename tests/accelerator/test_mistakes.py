@@ -33,7 +33,10 @@ def sgd(model):
 
 @pytest.mark.parametrize(
     ("options", "harm"),
-    [({"gradient_accumulation_steps": 2}, "2 micro-batches make a step"), ({"mixed_precision": "fp16"}, "scaled")],
+    [
+        ({"gradient_accumulation_steps": 2}, "2 micro-batches make a step"),
+        ({"mixed_precision": "fp16"}, "scaled"),
+    ],
 )
 def test_an_unprepared_optimizer_is_reported(options, harm):
     accelerator = Accelerator(cpu=True, **options)
@@ -145,7 +148,9 @@ def test_a_batch_on_another_device():
         def forward(self, x, lengths):
             return super().forward(x)
 
-    accelerator.prepare(Lengths(3, 1))(X, torch.ones(16, device="meta"))  # as lengths of sequences, which stay behind
+    accelerator.prepare(Lengths(3, 1))(
+        X, torch.ones(16, device="meta")
+    )  # as lengths of sequences, which stay behind
 
     class Gathers(nn.Linear):
         def forward(self, x):
@@ -153,7 +158,9 @@ def test_a_batch_on_another_device():
 
     offloaded = Gathers(3, 1)
     for parameter in offloaded.parameters():
-        parameter.device_mesh = "of devices"  # as FSDP's parts have one, which lie in the host's memory
+        parameter.device_mesh = (
+            "of devices"  # as FSDP's parts have one, which lie in the host's memory
+        )
     accelerator.prepare(offloaded)(X.to("meta"))
 
 
@@ -214,7 +221,9 @@ def test_debug_mode_names_the_rank_that_calls_another_collective():
     assert re.search(r"process 0: gather\(\(2,\) float32\) at test_mistakes\.py:\d+", found)
     assert re.search(r"process 1: reduce\(\(2,\) float32\) at test_mistakes\.py:\d+", found)
     with pytest.raises(RankError, match="make different calls") as problem:
-        accelerator.gather(value.to(torch.float64 if accelerator.is_main_process else torch.float32))
+        accelerator.gather(
+            value.to(torch.float64 if accelerator.is_main_process else torch.float32)
+        )
     assert "float64" in problem.value.found
     accelerator.wait_for_everyone()
     assert accelerator.gather_for_metrics(value).shape == (4,)
@@ -273,16 +282,23 @@ def test_an_error_in_a_hook_is_not_taken_for_a_process_that_is_missing(tmp_path)
     accelerator.register_load_state_pre_hook(fail)
     with pytest.raises(RuntimeError, match="other keys") as caught:
         accelerator.load_state(tmp_path / "state")
-    assert not any("every process must make this call" in note for note in getattr(caught.value, "__notes__", ()))
+    assert not any(
+        "every process must make this call" in note
+        for note in getattr(caught.value, "__notes__", ())
+    )
 
 
 @pytest.mark.world_size(2)
 def test_debug_mode_reports_the_shapes_of_each_process():
-    accelerator = Accelerator(cpu=True, debug=True, gradient_accumulation_steps=3, mixed_precision="bf16")
+    accelerator = Accelerator(
+        cpu=True, debug=True, gradient_accumulation_steps=3, mixed_precision="bf16"
+    )
     model = nn.Linear(3, 1)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        accelerator.prepare(model, sgd(model), DataLoader(TensorDataset(X), batch_size=4, shuffle=True))
+        accelerator.prepare(
+            model, sgd(model), DataLoader(TensorDataset(X), batch_size=4, shuffle=True)
+        )
     said = printed.getvalue()
     rank = accelerator.process_index
     for line in (
@@ -307,7 +323,9 @@ def test_backward_of_the_loss_inside_a_window_is_reported(capsys):
             optimizer.step()
             optimizer.zero_grad()
     printed = capsys.readouterr()
-    assert (printed.out + printed.err).count("the gradients of 2 micro-batches are summed, not averaged") == 1
+    assert (printed.out + printed.err).count(
+        "the gradients of 2 micro-batches are summed, not averaged"
+    ) == 1
     assert "in place of accelerator.backward(loss)" in printed.out + printed.err
 
 
@@ -322,14 +340,21 @@ def test_a_step_inside_a_window_that_no_context_marks_is_reported(wrong, capsys)
             optimizer.step()
             optimizer.zero_grad()
     printed = "".join(capsys.readouterr())
-    assert printed.count("gradient_accumulation_steps=2 divides each loss, and an optimizer steps after 1") == wrong
+    assert (
+        printed.count(
+            "gradient_accumulation_steps=2 divides each loss, and an optimizer steps after 1"
+        )
+        == wrong
+    )
     assert printed.count("accumulate") == wrong
 
 
 def test_windows_that_are_right_print_nothing(capsys):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = nn.Linear(3, 1)
-    model, optimizer, loader = accelerator.prepare(model, sgd(model), DataLoader(TensorDataset(X), batch_size=8))
+    model, optimizer, loader = accelerator.prepare(
+        model, sgd(model), DataLoader(TensorDataset(X), batch_size=8)
+    )
     for (x,) in loader:  # shorter than a window
         with accelerator.accumulate(model):
             accelerator.backward(model(x).mean())
@@ -338,7 +363,9 @@ def test_windows_that_are_right_print_nothing(capsys):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = nn.Linear(3, 1)
     model, optimizer = accelerator.prepare(model, sgd(model))
-    accelerator.backward(model(X).sum(), weight=len(X))  # a sum is divided by its weight, not by the micro-batches
+    accelerator.backward(
+        model(X).sum(), weight=len(X)
+    )  # a sum is divided by its weight, not by the micro-batches
     optimizer.step()
     accelerator.gradient_accumulation_steps = 1
     model(X).mean().backward()
@@ -382,10 +409,14 @@ def test_a_module_that_is_none(given):
 
 def test_objects_that_are_passed_by_name():
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigurationError, match=r"Accelerator.prepare has no argument 'model'(.|\n)*without names"):
+    with pytest.raises(
+        ConfigurationError, match=r"Accelerator.prepare has no argument 'model'(.|\n)*without names"
+    ):
         Accelerator(cpu=True).prepare(model=model)
     fabric = Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(ConfigurationError, match=r"Fabric.setup has no argument 'model'(.|\n)*without a name"):
+    with pytest.raises(
+        ConfigurationError, match=r"Fabric.setup has no argument 'model'(.|\n)*without a name"
+    ):
         fabric.setup(model=model)
     with pytest.raises(ConfigurationError, match=r"Fabric.setup needs module"):
         fabric.setup()

@@ -31,7 +31,9 @@ class Results:
 
 def of_pairs(gathered: list[Any]) -> tuple[list[Any], list[Any]]:
     """A flat list: predictions and references in turn."""
-    return [x for part in gathered[0::2] for x in part], [x for part in gathered[1::2] for x in part]
+    return [x for part in gathered[0::2] for x in part], [
+        x for part in gathered[1::2] for x in part
+    ]
 
 
 def of_named(gathered: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -49,7 +51,10 @@ FORMS: dict[str, tuple[Any, Any]] = {
     "list of lists": (lambda p, r: [p, r], of_pairs),
     "named tuple": (lambda p, r: Pair(p, r), of_pairs),
     "texts and tensors": (lambda p, r: (p, torch.tensor([int(x[1:]) for x in r])), of_pairs),
-    "list of texts and tensors": (lambda p, r: [p, torch.tensor([int(x[1:]) for x in r])], of_pairs),
+    "list of texts and tensors": (
+        lambda p, r: [p, torch.tensor([int(x[1:]) for x in r])],
+        of_pairs,
+    ),
     "texts and arrays": (lambda p, r: (np.array(p), np.array(r)), of_pairs),
     "dict": (lambda p, r: {"p": p, "r": r}, of_named),
     "OrderedDict": (lambda p, r: OrderedDict(p=p, r=r), of_named),
@@ -72,7 +77,10 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 
 def plain(values: list[Any]) -> list[int]:
-    return [int(str(value).lstrip("pr")) if not isinstance(value, torch.Tensor) else int(value) for value in values]
+    return [
+        int(str(value).lstrip("pr")) if not isinstance(value, torch.Tensor) else int(value)
+        for value in values
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -89,7 +97,11 @@ def test_each_result_is_gathered_once(size: int) -> None:
         for batch in loader:
             p, r = [f"p{int(i)}" for i in batch], [f"r{int(i)}" for i in batch]
             flat += accelerator.gather_for_metrics(p)
-            as_objects += [i for part in accelerator.gather_for_metrics(batch, use_gather_object=True) for i in part]
+            as_objects += [
+                i
+                for part in accelerator.gather_for_metrics(batch, use_gather_object=True)
+                for i in part
+            ]
             for name, (form, read) in FORMS.items():
                 try:
                     predictions, references = read(accelerator.gather_for_metrics(form(p, r)))
@@ -104,7 +116,9 @@ def test_each_result_is_gathered_once(size: int) -> None:
             if name not in refused:
                 assert plain(predictions) == plain(references) == expected, (name, samples)
         # Of two lists of two, nothing tells samples from fields; 1 or 3 of the last samples would be cut from them.
-        ambiguous = {"list of lists", "pair for each sample"} if size == 2 and rest in (1, 3) else set()
+        ambiguous = (
+            {"list of lists", "pair for each sample"} if size == 2 and rest in (1, 3) else set()
+        )
         assert refused == ambiguous, samples
 
 
@@ -120,7 +134,9 @@ def test_each_result_is_gathered_once(size: int) -> None:
         ([[1, 2, 3, 4]] * 4, "each of 4 items"),
     ],
 )
-def test_what_has_no_entry_for_each_sample_is_refused_on_every_process(value: Any, found: str) -> None:
+def test_what_has_no_entry_for_each_sample_is_refused_on_every_process(
+    value: Any, found: str
+) -> None:
     accelerator = Accelerator(cpu=True)
     for _ in accelerator.prepare(DataLoader(range(14), batch_size=4)):
         if not accelerator.gradient_state.end_of_dataloader:
@@ -158,7 +174,9 @@ def test_a_scalar_is_a_sample_where_batches_have_one() -> None:
 
 
 def test_processes_with_different_lengths() -> None:
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
+    )
     names: list[Any] = []
     for batch in accelerator.prepare(DataLoader(range(11), batch_size=4)):
         pairs = accelerator.gather_for_metrics(([str(int(i)) for i in batch], batch))

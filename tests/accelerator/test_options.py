@@ -33,7 +33,11 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
 @pytest.mark.parametrize(
     ("record", "options", "words"),
     [
-        (InitProcessGroupKwargs, {"timeout": 1800}, r"timeout=1800.*timeout=timedelta\(seconds=1800\)"),
+        (
+            InitProcessGroupKwargs,
+            {"timeout": 1800},
+            r"timeout=1800.*timeout=timedelta\(seconds=1800\)",
+        ),
         (InitProcessGroupKwargs, {"timeout": "30m"}, "timeout='30m'.*takes timedelta"),
         (InitProcessGroupKwargs, {"timeout": timedelta(0)}, "above zero"),
         (InitProcessGroupKwargs, {"backend": 3}, "backend=3.*takes str"),
@@ -41,12 +45,20 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (ProfileKwargs, {"activities": "cpu"}, "activities='cpu'.*takes list"),
         (ProfileKwargs, {"activities": [1]}, r"activities=\[1\]"),
         (ProfileKwargs, {"schedule_option": {"often": 1}}, "invalid profiler schedule.*often"),
-        (ProfileKwargs, {"schedule_option": {"wait": 1, "warmup": 1, "active": 0}}, "invalid profiler schedule"),
+        (
+            ProfileKwargs,
+            {"schedule_option": {"wait": 1, "warmup": 1, "active": 0}},
+            "invalid profiler schedule",
+        ),
         (ProfileKwargs, {"on_trace_ready": "file"}, "on_trace_ready='file'"),
         (ProfileKwargs, {"record_shapes": "yes"}, "record_shapes='yes'.*takes bool"),
         (ProfileKwargs, {"output_trace_dir": 3}, "output_trace_dir=3"),
         (AutocastKwargs, {"enabled": "false"}, "enabled='false'"),
-        (DistributedDataParallelKwargs, {"find_unused_parameters": "false"}, "find_unused_parameters='false'"),
+        (
+            DistributedDataParallelKwargs,
+            {"find_unused_parameters": "false"},
+            "find_unused_parameters='false'",
+        ),
         (DistributedDataParallelKwargs, {"bucket_cap_mb": 0}, "bucket_cap_mb is above zero"),
         (GradScalerKwargs, {"growth_factor": 1.0}, "above 1.*growth_factor=1.0"),
         (GradScalerKwargs, {"init_scale": -1.0}, "init_scale is above zero"),
@@ -65,9 +77,17 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy
         (AORecipeKwargs, {"module_filter_func": "all"}, "module_filter_func='all'"),
         (tk.DeepSpeedPlugin, {"gradient_clipping": "hard"}, "gradient_clipping is a number"),
         (tk.DeepSpeedPlugin, {"zero_stage": "two"}, "zero_stage is a number"),
-        (tk.DeepSpeedPlugin, {"gradient_accumulation_steps": "some"}, "at least one micro-batch.*'some'"),
+        (
+            tk.DeepSpeedPlugin,
+            {"gradient_accumulation_steps": "some"},
+            "at least one micro-batch.*'some'",
+        ),
         (tk.DeepSpeedPlugin, {"hf_ds_config": 3}, "a path or a dict.*config=3"),
-        (tk.DeepSpeedPlugin, {"transformer_moe_cls_names": ["Block"]}, r"comma-separated.*\['Block'\]"),
+        (
+            tk.DeepSpeedPlugin,
+            {"transformer_moe_cls_names": ["Block"]},
+            r"comma-separated.*\['Block'\]",
+        ),
     ],
 )
 def test_a_record_refuses_invalid_values(record, options, words):
@@ -84,7 +104,9 @@ def test_records_accept_equivalent_values(tmp_path):
         torch.profiler.ProfilerActivity.CPU,
         torch.profiler.ProfilerActivity.CUDA,
     ]
-    assert FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap={"Block"}).transformer_cls_names_to_wrap
+    assert FullyShardedDataParallelPlugin(
+        transformer_cls_names_to_wrap={"Block"}
+    ).transformer_cls_names_to_wrap
 
 
 @pytest.mark.parametrize(
@@ -101,7 +123,9 @@ def test_records_accept_equivalent_values(tmp_path):
     ],
 )
 def test_options_of_fsdp1_without_effect_are_named_with_what_to_do(option, same):
-    with pytest.warns(UserWarning, match=rf"FullyShardedDataParallelPlugin\({min(option)}=.* has no effect: .+; "):
+    with pytest.warns(
+        UserWarning, match=rf"FullyShardedDataParallelPlugin\({min(option)}=.* has no effect: .+; "
+    ):
         FullyShardedDataParallelPlugin(**option)
     FullyShardedDataParallelPlugin(**same)  # what FSDP2 does anyway: warnings are errors here
 
@@ -126,7 +150,10 @@ def test_a_field_that_was_set_later_is_looked_at_too():
         ({"parallelism_config": {"tp": 2}}, "takes a ParallelismConfig"),
         ({"torch_tp_plugin": 2}, "takes a TorchTensorParallelPlugin"),
         ({"cpu": "false"}, "cpu is True or False"),
-        ({"step_scheduler_with_optimizer": None, "split_batches": "no"}, "split_batches is True or False"),
+        (
+            {"step_scheduler_with_optimizer": None, "split_batches": "no"},
+            "split_batches is True or False",
+        ),
         ({"seed": "seven"}, "seed must be a whole number from 0"),
         ({"seed": -1}, "seed must be a whole number from 0"),
         ({"rng_types": 3}, "unknown kind of generator '3'"),
@@ -161,13 +188,17 @@ def test_a_setter_refuses_an_invalid_value_and_keeps_the_old_one(name, value, wo
 
 def test_a_backend_that_torch_compile_does_not_know():
     accelerator = tk.Accelerator(cpu=True, dynamo_backend="inductr")
-    with pytest.raises(ConfigurationError, match=r"(?s)torch.compile rejects these options.*inductr"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)torch.compile rejects these options.*inductr"
+    ):
         accelerator.prepare(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, MeshStrategy])
 def test_a_strategy_refuses_a_timeout_without_a_unit(strategy):
-    with pytest.raises(ConfigurationError, match=rf"(?s)timeout of {strategy.__name__}.*timedelta\(seconds=600\)"):
+    with pytest.raises(
+        ConfigurationError, match=rf"(?s)timeout of {strategy.__name__}.*timedelta\(seconds=600\)"
+    ):
         strategy(timeout=600)
 
 
@@ -177,9 +208,14 @@ def test_a_profile_of_known_activities_runs():
     with accelerator.profile(handler) as profiler:
         torch.ones(4).sum()
     assert any("sum" in row.key for row in profiler.key_averages())
-    assert callable(ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}).torch_schedule())
+    assert callable(
+        ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}).torch_schedule()
+    )
     handler.activities = ["nvidia"]
-    with pytest.raises(ConfigurationError, match="unknown profiler activity"), accelerator.profile(handler):
+    with (
+        pytest.raises(ConfigurationError, match="unknown profiler activity"),
+        accelerator.profile(handler),
+    ):
         pass
 
 

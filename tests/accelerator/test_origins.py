@@ -18,7 +18,9 @@ from trainer_kit.core.errors import ConfigurationError
 
 
 def rows(accelerator: Accelerator) -> dict[str, list[str]]:
-    return {line.split()[0]: line.split(maxsplit=2)[1:] for line in accelerator.explain().splitlines()}
+    return {
+        line.split()[0]: line.split(maxsplit=2)[1:] for line in accelerator.explain().splitlines()
+    }
 
 
 def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +31,10 @@ def test_argument_then_environment_then_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("TRAINER_KIT_USE_CPU", "1")
     monkeypatch.setenv("TRAINER_KIT_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("TRAINER_KIT_GRADIENT_ACCUMULATION_STEPS", "4")
-    monkeypatch.setenv("TRAINER_KIT_ORIGINS", '{"mixed_precision": "flag --mixed_precision", "use_cpu": "a.yaml:7"}')
+    monkeypatch.setenv(
+        "TRAINER_KIT_ORIGINS",
+        '{"mixed_precision": "flag --mixed_precision", "use_cpu": "a.yaml:7"}',
+    )
     accelerator = Accelerator(gradient_accumulation_steps=2)
     assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 2)
     found = rows(accelerator)
@@ -59,7 +64,9 @@ def test_a_number_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def strategy(*handlers: Any, **engines: Any) -> Any:
     options = {**plugins(engines, named_plugins(engines)), **by_kind(handlers)}
-    return chosen_strategy(options, Environment(world_size=4, local_world_size=4, source="torchrun"))
+    return chosen_strategy(
+        options, Environment(world_size=4, local_world_size=4, source="torchrun")
+    )
 
 
 def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
@@ -70,10 +77,15 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
     monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", "FSDP")
     monkeypatch.setenv("TRAINER_KIT_FSDP_OFFLOAD_PARAMS", "1")
     monkeypatch.setenv("TRAINER_KIT_FSDP_ACTIVATION_CHECKPOINTING", "1")
-    for handlers in ([patience], [patience, tk.DistributedDataParallelKwargs(find_unused_parameters=True)]):
+    for handlers in (
+        [patience],
+        [patience, tk.DistributedDataParallelKwargs(find_unused_parameters=True)],
+    ):
         made = strategy(*handlers)
         assert (made.name, made.timeout, made.cpu_offload) == ("fsdp", timedelta(seconds=77), True)
-    own = tk.FullyShardedDataParallelPlugin(cpu_offload=False, min_num_params=10, auto_wrap_policy="size_based_wrap")
+    own = tk.FullyShardedDataParallelPlugin(
+        cpu_offload=False, min_num_params=10, auto_wrap_policy="size_based_wrap"
+    )
     assert own.arguments() == {
         "cpu_offload": False, "activation_checkpointing_policy": True, "auto_wrap_policy": 10
     }  # fmt: skip
@@ -92,6 +104,8 @@ def test_an_option_in_the_script_does_not_replace_the_launchers_engine(
 
 
 def test_powersgd_by_accelerates_word() -> None:
-    options = {tk.DistributedDataParallelKwargs: tk.DistributedDataParallelKwargs(comm_hook="power_sgd")}
+    options = {
+        tk.DistributedDataParallelKwargs: tk.DistributedDataParallelKwargs(comm_hook="power_sgd")
+    }
     made = chosen_strategy(options, Environment(world_size=2, source="torchrun"))
     assert made.comm_hook == "powersgd"

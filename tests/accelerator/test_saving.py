@@ -20,7 +20,13 @@ from trainer_kit import (
     ProjectConfiguration,
     load_checkpoint_in_model,
 )
-from trainer_kit.checkpoint import diff, read_checkpoint, read_weights, verify_checkpoint, write_checkpoint
+from trainer_kit.checkpoint import (
+    diff,
+    read_checkpoint,
+    read_weights,
+    verify_checkpoint,
+    write_checkpoint,
+)
 from trainer_kit.checkpoint.manifest import dump_manifest
 from trainer_kit.core.errors import CheckpointError
 
@@ -73,7 +79,10 @@ def check_tied(accelerator: Accelerator, path: Path) -> dict[str, Tensor]:
 def test_tied_weights_are_written_once(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     found = check_tied(accelerator, tmp_path)
-    assert all(torch.equal(value, found[name]) for name, value in accelerator._models[0].state_dict().items())
+    assert all(
+        torch.equal(value, found[name])
+        for name, value in accelerator._models[0].state_dict().items()
+    )
     other = Accelerator(cpu=True)
     model = trained(other, seed=1)
     other.load_state(tmp_path / "state")
@@ -89,11 +98,15 @@ def test_tied_weights_of_divided_models_are_written_once(tmp_path: Path) -> None
         other = Accelerator(cpu=True, **into)
         model = trained(other, seed=1)
         other.load_state(tmp_path / "state")
-        assert all(torch.equal(value, found[name]) for name, value in other.get_state_dict(model).items())
+        assert all(
+            torch.equal(value, found[name]) for name, value in other.get_state_dict(model).items()
+        )
 
 
 @pytest.mark.world_size(2)
-def test_processes_that_name_other_directories_share_that_of_the_main_process(tmp_path: Path) -> None:
+def test_processes_that_name_other_directories_share_that_of_the_main_process(
+    tmp_path: Path,
+) -> None:
     """Scripts make temporary directories, and each process gets another one."""
     accelerator = Accelerator(cpu=True)
     model = trained(accelerator)
@@ -144,7 +157,11 @@ def check_hooks(path: Path, **options: Any) -> None:
     other = Accelerator(cpu=True, **options)
     again = with_hooks(other, seed=1)
     other.load_state(state)
-    pairs = zip(other.get_state_dict(again).values(), accelerator.get_state_dict(model).values(), strict=True)
+    pairs = zip(
+        other.get_state_dict(again).values(),
+        accelerator.get_state_dict(model).values(),
+        strict=True,
+    )
     assert all(torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
@@ -171,7 +188,9 @@ def test_files_of_hooks_of_divided_models_are_part_of_the_state(tmp_path: Path) 
     check_hooks(tmp_path, fsdp_plugin=FullyShardedDataParallelPlugin())
 
 
-def test_a_script_adds_files_to_a_state_and_they_stay_when_it_is_saved_again(tmp_path: Path) -> None:
+def test_a_script_adds_files_to_a_state_and_they_stay_when_it_is_saved_again(
+    tmp_path: Path,
+) -> None:
     accelerator = Accelerator(cpu=True)
     with_hooks(accelerator)
     state = tmp_path / "checkpoint-5"
@@ -245,7 +264,9 @@ def test_the_order_of_commits_is_the_age_of_states(tmp_path: Path) -> None:
     assert loaded_mark(tmp_path) == 2.0
     third = marked(tmp_path, 3.0, total_limit=2)
     assert third.save_state() == str(states / "checkpoint_2")
-    assert sorted(os.listdir(states)) == ["checkpoint_0", "checkpoint_2"], "checkpoint_1 is the oldest"
+    assert sorted(os.listdir(states)) == ["checkpoint_0", "checkpoint_2"], (
+        "checkpoint_1 is the oldest"
+    )
 
 
 def test_the_number_of_a_state_that_was_set_aside_is_not_used_again(tmp_path: Path) -> None:
@@ -268,7 +289,9 @@ def test_two_processes_continue_above_the_highest_number(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", [FileNotFoundError, ValueError, CheckpointError])
-def test_a_missing_state_is_an_error_that_says_what_exists(tmp_path: Path, kind: type[Exception]) -> None:
+def test_a_missing_state_is_an_error_that_says_what_exists(
+    tmp_path: Path, kind: type[Exception]
+) -> None:
     accelerator = marked(tmp_path, 1.0)
     with pytest.raises(kind, match="contains no checkpoint that can be loaded"):
         accelerator.load_state()
@@ -285,7 +308,10 @@ def test_a_missing_state_is_an_error_that_says_what_exists(tmp_path: Path, kind:
     assert exists in str(error.value)
     fabric = Fabric(accelerator="cpu")
     readers = [read_weights, fabric.load, lambda path: fabric.load_raw(path, nn.Linear(1, 1))]
-    readers += [lambda path: load_checkpoint_in_model(nn.Linear(1, 1), path), lambda path: diff(path, path)]
+    readers += [
+        lambda path: load_checkpoint_in_model(nn.Linear(1, 1), path),
+        lambda path: diff(path, path),
+    ]
     for read in readers:
         with pytest.raises(kind) as error:
             read(tmp_path / "nope")
@@ -303,7 +329,10 @@ def test_a_hook_that_fails_or_takes_a_name_of_ours_leaves_the_state_before(tmp_p
     def takes(models: Any, weights: Any, output_dir: str) -> None:
         Path(output_dir, "state.json").write_text("{}")
 
-    for hook, kind, told in ((fails, OSError, "no space"), (takes, CheckpointError, "a hook wrote state.json")):
+    for hook, kind, told in (
+        (fails, OSError, "no space"),
+        (takes, CheckpointError, "a hook wrote state.json"),
+    ):
         handle = accelerator.register_save_state_pre_hook(hook)
         with pytest.raises(kind, match=told):
             accelerator.save_state(tmp_path / "state")
@@ -334,7 +363,9 @@ print(sorted(os.listdir(os.path.dirname(sys.argv[1]))))
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="SIGKILL is POSIX")
-def test_a_kill_inside_a_hook_leaves_nothing_that_the_next_save_does_not_clean(tmp_path: Path, programs: Any) -> None:
+def test_a_kill_inside_a_hook_leaves_nothing_that_the_next_save_does_not_clean(
+    tmp_path: Path, programs: Any
+) -> None:
     killed = programs.run_code(KILLED, str(tmp_path / "run" / "checkpoint-5"), "kill")
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     (left,) = os.listdir(tmp_path / "run")
@@ -360,7 +391,9 @@ def test_a_state_of_the_old_layout_with_files_of_hooks_loads(tmp_path: Path) -> 
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../x", "", "a//b", "state.json/x", "manifest.json", "./x"])
+@pytest.mark.parametrize(
+    "name", ["../out", "/etc/x", "a/../../x", "", "a//b", "state.json/x", "manifest.json", "./x"]
+)
 def test_a_manifest_cannot_lead_out_of_the_state(name: str, tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     with_hooks(accelerator)
@@ -400,13 +433,17 @@ def test_hooks_take_out_some_of_the_models(tmp_path: Path, name: str) -> None:
     layers = [nn.Linear(1, 1), nn.Linear(2, 1)]
     optimizers = [torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9) for layer in layers]
     models = accelerator.prepare(*layers, *optimizers)[:2]
-    before = [{name: value.clone() for name, value in layer.state_dict().items()} for layer in layers]
+    before = [
+        {name: value.clone() for name, value in layer.state_dict().items()} for layer in layers
+    ]
 
     def load(models: list[nn.Module], path: str) -> None:
         for model in LOAD_HOOKS[name](models):
             model.load_state_dict(before[model.in_features - 1])
 
-    accelerator.register_save_state_pre_hook(lambda models, weights, path: SAVE_HOOKS[name](models, weights))
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, path: SAVE_HOOKS[name](models, weights)
+    )
     accelerator.register_load_state_pre_hook(load)
     accelerator.save_state(tmp_path / "state")
     for layer in layers:
@@ -422,5 +459,7 @@ def test_a_model_that_no_hook_loads_and_that_has_no_weights_is_named(tmp_path: P
     accelerator.register_save_state_pre_hook(lambda models, weights, path: weights.pop())
     accelerator.register_load_state_pre_hook(lambda models, path: models.pop(0))
     accelerator.save_state(tmp_path / "state")
-    with pytest.raises(CheckpointError, match=r"no weights of model 1 \(Bilinear\): a hook took them out"):
+    with pytest.raises(
+        CheckpointError, match=r"no weights of model 1 \(Bilinear\): a hook took them out"
+    ):
         accelerator.load_state(tmp_path / "state")

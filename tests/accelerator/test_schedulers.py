@@ -25,7 +25,9 @@ def prepared(make: Any = None, split: bool = False, **options: Any) -> tuple[Any
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = LambdaLR(optimizer, lambda step: step) if make is None else make(optimizer)
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(DATA, batch_size=4), scheduler)
+    return accelerator, *accelerator.prepare(
+        model, optimizer, DataLoader(DATA, batch_size=4), scheduler
+    )
 
 
 def rates(parts: tuple[Any, ...], *values: float, skipped: int | None = None) -> list[float]:
@@ -63,7 +65,11 @@ def test_two_processes(tmp_path: Path) -> None:
     assert rates(once) == [1, 2, 3]
     assert "scheduler: LambdaLR advances once an optimizer step" in once[0].explain()
     # Its patience counts values, and there is one in a step.
-    assert rates(prepared(lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1)), 1.0) == [1, 1, 0.5]
+    assert rates(prepared(lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1)), 1.0) == [
+        1,
+        1,
+        0.5,
+    ]
 
     resumed, other = prepared(), prepared(scheduler_steps_per_process=False)
     printed = StringIO()
@@ -80,7 +86,10 @@ def test_two_processes(tmp_path: Path) -> None:
 def test_one_process() -> None:
     assert rates(prepared()) == [1, 2, 3, 4, 5, 6]
     assert rates(
-        prepared(lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1), gradient_accumulation_steps=2), 1.0
+        prepared(
+            lambda o: ReduceLROnPlateau(o, factor=0.5, patience=1), gradient_accumulation_steps=2
+        ),
+        1.0,
     ) == [
         *[1.0] * 5,
         0.5,
@@ -143,10 +152,16 @@ SCHEDULES = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"step_scheduler_with_optimizer": False}])
-def test_rates_under_accumulation_are_those_of_a_plain_loop_and_of_accelerate(name: str, options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"split_batches": True}, {"step_scheduler_with_optimizer": False}]
+)
+def test_rates_under_accumulation_are_those_of_a_plain_loop_and_of_accelerate(
+    name: str, options: Any
+) -> None:
     make = SCHEDULES[name]
-    found = rates_in_micro_batches(Accelerator(cpu=True, gradient_accumulation_steps=2, **options), make)
+    found = rates_in_micro_batches(
+        Accelerator(cpu=True, gradient_accumulation_steps=2, **options), make
+    )
     if "step_scheduler_with_optimizer" not in options:
         optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1)
         scheduler, expected = make(optimizer), []
@@ -162,7 +177,9 @@ def test_rates_under_accumulation_are_those_of_a_plain_loop_and_of_accelerate(na
     given = dict(options)
     if given.pop("split_batches", False):
         given["dataloader_config"] = accelerate.DataLoaderConfiguration(split_batches=True)
-    theirs = rates_in_micro_batches(accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **given), make)
+    theirs = rates_in_micro_batches(
+        accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2, **given), make
+    )
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     assert found == theirs

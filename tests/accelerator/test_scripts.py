@@ -49,14 +49,17 @@ def gan(accelerator=None, steps=1):
     )
     backward = torch.Tensor.backward
     if accelerator is not None:
-        generator, step_g, data, critic, step_d = accelerator.prepare(generator, step_g, data, critic, step_d)
+        generator, step_g, data, critic, step_d = accelerator.prepare(
+            generator, step_g, data, critic, step_d
+        )
         backward = accelerator.backward
     for _ in range(2):
         for real, noise in data:
             step_d.zero_grad()
             fake = generator(noise)
             backward(
-                nn.functional.softplus(critic(fake.detach())).mean() + nn.functional.softplus(-critic(real)).mean()
+                nn.functional.softplus(critic(fake.detach())).mean()
+                + nn.functional.softplus(-critic(real)).mean()
             )
             step_d.step()
             step_g.zero_grad()
@@ -78,7 +81,11 @@ def actor_critic(accelerator=None):
     rank, size, backward = 0, 1, torch.Tensor.backward
     if accelerator is not None:
         actor, critic, *optimizers = accelerator.prepare(actor, critic, *optimizers)
-        rank, size, backward = accelerator.process_index, accelerator.num_processes, accelerator.backward
+        rank, size, backward = (
+            accelerator.process_index,
+            accelerator.num_processes,
+            accelerator.backward,
+        )
     returns = []
     for update in range(6):
         losses = []
@@ -97,7 +104,9 @@ def actor_critic(accelerator=None):
                 rewards.append(float(place == 3))
             gains = torch.tensor(rewards, dtype=torch.float64).flip(0).cumsum(0).flip(0)
             advantage = gains - torch.stack(values)
-            losses.append(-(torch.stack(logs) * advantage.detach()).mean() + advantage.square().mean())
+            losses.append(
+                -(torch.stack(logs) * advantage.detach()).mean() + advantage.square().mean()
+            )
             returns.append(sum(rewards))
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -179,7 +188,9 @@ def _forked(path):
     accelerator = tk.Accelerator()
     total = accelerator.reduce(torch.tensor([accelerator.process_index + 1.0]), "sum").item()
     if accelerator.is_main_process:
-        Path(path).write_text(json.dumps([total, accelerator.num_processes, accelerator.mixed_precision]))
+        Path(path).write_text(
+            json.dumps([total, accelerator.num_processes, accelerator.mixed_precision])
+        )
     return total
 
 
@@ -190,7 +201,9 @@ def test_launchers(tmp_path):
     assert json.loads((tmp_path / "debug").read_text()) == [3.0, 2, "no"]
     os.environ["TRAINER_KIT_USE_CPU"] = "1"
     try:
-        found = tk.notebook_launcher(_forked, (tmp_path / "note",), num_processes=2, mixed_precision="bf16", use_port=1)
+        found = tk.notebook_launcher(
+            _forked, (tmp_path / "note",), num_processes=2, mixed_precision="bf16", use_port=1
+        )
     finally:
         del os.environ["TRAINER_KIT_USE_CPU"]
     assert found == 3.0
@@ -215,7 +228,9 @@ def test_the_global_batch_is_kept():
 
 
 def test_a_trace(tmp_path):
-    handler = tk.ProfileKwargs(activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path / "traces"))
+    handler = tk.ProfileKwargs(
+        activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path / "traces")
+    )
     accelerator = tk.Accelerator(cpu=True, kwargs_handlers=[handler])
     model = accelerator.prepare(nn.Linear(3, 1))
     with accelerator.profile() as profiler:
@@ -232,7 +247,12 @@ def test_a_logger_for_several_processes(caplog, monkeypatch):
         logger.info("in turn", in_order=True)
         for _ in range(2):
             logger.warning_once("once")
-        for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}.items():
+        for name, value in {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+        }.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
         monkeypatch.setenv("MASTER_PORT", "1")
@@ -240,7 +260,12 @@ def test_a_logger_for_several_processes(caplog, monkeypatch):
         logger.warning("everywhere", main_process_only=False)
     finally:
         logging.getLogger().setLevel(logging.WARNING)
-    assert [record.getMessage() for record in caplog.records] == ["from here", "in turn", "once", "everywhere"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "from here",
+        "in turn",
+        "once",
+        "everywhere",
+    ]
     assert {Path(record.pathname).name for record in caplog.records} == {"test_scripts.py"}
 
 
@@ -286,7 +311,9 @@ def test_names_used_by_scripts_exist():
     assert accelerator.use_seedable_sampler
     assert accelerator.use_stateful_dataloader
     with accelerator.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32, "AutocastKwargs(enabled=False)"
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32, (
+            "AutocastKwargs(enabled=False)"
+        )
     with accelerator.autocast(tk.AutocastKwargs()):
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16
     model = nn.Linear(1, 1)
@@ -294,7 +321,12 @@ def test_names_used_by_scripts_exist():
     model.hf_device_map = {"a": 0, "b": 1}
     assert accelerator.verify_device_map(model)
     gradient = accelerator.gradient_state
-    assert (gradient.sync_gradients, gradient.num_steps, gradient.in_dataloader, gradient.remainder) == (
+    assert (
+        gradient.sync_gradients,
+        gradient.num_steps,
+        gradient.in_dataloader,
+        gradient.remainder,
+    ) == (
         True,
         1,
         False,
@@ -317,7 +349,9 @@ def test_names_used_by_scripts_exist():
 
 @pytest.mark.parametrize("backend", ["eager", "EAGER"])
 def test_prepared_models_are_compiled(backend):
-    accelerator = tk.Accelerator(cpu=True, dynamo_plugin=tk.TorchDynamoPlugin(backend=backend, fullgraph=True))
+    accelerator = tk.Accelerator(
+        cpu=True, dynamo_plugin=tk.TorchDynamoPlugin(backend=backend, fullgraph=True)
+    )
     own = nn.Linear(2, 1)
     model = accelerator.prepare(own)
     assert model is not own
@@ -341,7 +375,9 @@ def test_each_block_is_compiled_separately():
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler, which leaves a profiler's mark out
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning"
+)  # of the compiler, which leaves a profiler's mark out
 def test_a_compiled_model_skips_gradient_exchange_on_request():
     accelerator = tk.Accelerator(cpu=True, dynamo_backend="eager", gradient_accumulation_steps=2)
     own = nn.Linear(2, 1, bias=False)
@@ -395,12 +431,22 @@ def test_a_state_is_loaded_into_a_model_with_more(tmp_path):
 
 def test_a_process_knows_its_place_without_the_others(monkeypatch):
     """Who is asked alone must not wait for processes that do not come."""
-    place = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    place = {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+    }
     for name, value in {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     state = tk.PartialState(cpu=True)
     assert (state.num_processes, state.process_index, state.local_process_index) == (4, 2, 0)
-    assert (state.is_main_process, state.is_local_main_process, state.is_last_process) == (False, True, False)
+    assert (state.is_main_process, state.is_local_main_process, state.is_last_process) == (
+        False,
+        True,
+        False,
+    )
     with state.split_between_processes(list(range(10))) as part:
         assert part == [6, 7]
     assert not torch.distributed.is_initialized()
@@ -414,7 +460,9 @@ def test_gradients_travel_in_less(hook):
     model = accelerator.prepare(nn.Linear(2, 1, bias=False))
     x = torch.full((1, 2), (1 + 2**-12) * (1 + accelerator.process_index))
     accelerator.backward(model(x).mean())
-    assert model.module.weight.grad.tolist() == [[1.5, 1.5]], "rounded on the way: float32 has the rest too"
+    assert model.module.weight.grad.tolist() == [[1.5, 1.5]], (
+        "rounded on the way: float32 has the rest too"
+    )
 
 
 @pytest.mark.slow

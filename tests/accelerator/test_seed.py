@@ -84,7 +84,9 @@ def test_processes_that_seed_themselves_differently_share_an_order(seed_with):
     ],
 )
 @pytest.mark.slow
-def test_another_process_resumes_with_the_same_samples(processes, workers, seed_with, tmp_path, programs):
+def test_another_process_resumes_with_the_same_samples(
+    processes, workers, seed_with, tmp_path, programs
+):
     def run(*words):
         given = (RESUME, seed_with, str(workers), *words)
         ran = programs.run_ranks(processes, *given) if processes > 1 else [programs.run(*given)]

@@ -53,14 +53,21 @@ def test_the_error_names_the_shapes_and_the_way_out():
     with pytest.raises(RankError) as found:
         accelerator.gather({"loss": torch.ones(2 - accelerator.process_index)})
     text = str(found.value)
-    assert "process 0: gather({'loss': (2,) torch.float32}); process 1: gather({'loss': (1,) torch.float32})" in text
+    assert (
+        "process 0: gather({'loss': (2,) torch.float32}); process 1: gather({'loss': (1,) torch.float32})"
+        in text
+    )
     assert "pad_across_processes" in text
 
 
 def test_another_call_is_an_error_too():
     accelerator = tk.Accelerator(cpu=True)
     rank = accelerator.process_index
-    for pair in (("gather", "reduce"), ("reduce", "gather_for_metrics"), ("tk.gather", "tk.broadcast")):
+    for pair in (
+        ("gather", "reduce"),
+        ("reduce", "gather_for_metrics"),
+        ("tk.gather", "tk.broadcast"),
+    ):
         with pytest.raises(RankError, match="pass different tensors"):
             calls(accelerator)[pair[rank]](torch.ones(2))
     with pytest.raises(RankError, match="pass different tensors"):
@@ -81,10 +88,16 @@ def test_loader_batches_that_differ_in_length_are_gathered_and_other_differences
         nested = accelerator.gather_for_metrics([index, torch.ones(1), torch.tensor(1.0)])
         assert [len(part) for part in nested] == [len(accelerator.gather_for_metrics(index)), 2, 2]
         with pytest.raises(ConfigurationError, match=r"tensors of \[1, 2\] rows"):
-            accelerator.gather_for_metrics(torch.ones(1 + rank))  # which of them belong to repeated samples?
-        padded = accelerator.pad_across_processes([torch.ones(1 + rank, 2), torch.ones(3, 1 + rank)], dim=1)
+            accelerator.gather_for_metrics(
+                torch.ones(1 + rank)
+            )  # which of them belong to repeated samples?
+        padded = accelerator.pad_across_processes(
+            [torch.ones(1 + rank, 2), torch.ones(3, 1 + rank)], dim=1
+        )
         assert [tuple(part.shape) for part in padded] == [(1 + rank, 2), (3, 2)]
-        with pytest.raises(RankError, match=r"process 0: gather_for_metrics\(\(\*, 5\) torch.float32\)"):
+        with pytest.raises(
+            RankError, match=r"process 0: gather_for_metrics\(\(\*, 5\) torch.float32\)"
+        ):
             accelerator.gather_for_metrics(torch.ones(len(index), 5 + rank))
 
 
@@ -94,7 +107,9 @@ def test_all_gather_of_a_module():
             self.gathered = self.all_gather({"x": batch, "n": 1})
 
     trainer = tk.Trainer(strategy="ddp", barebones=True)
-    with pytest.raises(RankError, match=r"process 0: all_gather\(.*\(2, 32\).*process 1: all_gather\(.*\(1, 32\)"):
+    with pytest.raises(
+        RankError, match=r"process 0: all_gather\(.*\(2, 32\).*process 1: all_gather\(.*\(1, 32\)"
+    ):
         trainer.validate(Gathers(), DataLoader(torch.ones(3, 32), batch_size=4))
     module = Gathers()
     trainer.validate(module, DataLoader(torch.ones(4, 32), batch_size=4))

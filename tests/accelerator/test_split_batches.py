@@ -33,7 +33,9 @@ class Buckets:
 
 def read(loader: Any, **options: Any) -> list[list[int]]:
     """The batches of this process."""
-    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, **options))
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True, **options)
+    )
     prepared = accelerator.prepare(loader)
     batches = [batch.tolist() for batch in prepared]
     assert len(batches) == len(prepared)
@@ -69,7 +71,9 @@ def test_two_processes_read_parts() -> None:
             seen += accelerator.gather_for_metrics(batch).tolist()
         assert seen == list(range(samples))
     shuffled = list(range(16))
-    loader = accelerator.prepare(DataLoader(shuffled, batch_sampler=BatchSampler(RandomSampler(shuffled), 4, False)))  # type: ignore[arg-type]
+    loader = accelerator.prepare(
+        DataLoader(shuffled, batch_sampler=BatchSampler(RandomSampler(shuffled), 4, False))
+    )  # type: ignore[arg-type]
     orders = [[i for batch in loader for i in accelerator.gather(batch).tolist()] for _ in range(2)]
     assert sorted(orders[0]) == sorted(orders[1]) == shuffled
     assert orders[0] != orders[1]

@@ -7,7 +7,14 @@ import itertools
 import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    TensorDataset,
+)
 
 import trainer_kit as tk
 from trainer_kit.accelerator.uneven_batches import evened
@@ -24,7 +31,11 @@ class Shuffles(IterableDataset):
 
     def __iter__(self):
         info = torch.utils.data.get_worker_info()
-        order = torch.randperm(self.count).tolist() if info is None else range(info.id, self.count, info.num_workers)
+        order = (
+            torch.randperm(self.count).tolist()
+            if info is None
+            else range(info.id, self.count, info.num_workers)
+        )
         yield from order
 
 
@@ -87,7 +98,9 @@ def test_the_last_batch_is_filled_up_when_each_process_reads_the_whole_stream():
 
 def test_no_batch_is_filled_up_without_even_batches():
     for dispatch in (None, False):
-        accelerator, data = made(DataLoader(Place(13), batch_size=2), dispatch_batches=dispatch, even_batches=False)
+        accelerator, data = made(
+            DataLoader(Place(13), batch_size=2), dispatch_batches=dispatch, even_batches=False
+        )
         mine = [batch.tolist() for batch in data]
         expected = [[[0, 1], [4, 5], [8, 9], [12]], [[2, 3], [6, 7], [10, 11]]]
         assert mine == expected[accelerator.process_index]
@@ -128,7 +141,10 @@ def test_a_resumed_epoch_ends_as_the_whole_one(kind, dispatch, tmp_path):
 
 def test_an_error_of_the_reader_is_one_on_every_process():
     accelerator, data = made(DataLoader(Fails(0), batch_size=1))
-    with pytest.raises(KeyError if accelerator.is_main_process else RankError, match="the reader of the main process"):
+    with pytest.raises(
+        KeyError if accelerator.is_main_process else RankError,
+        match="the reader of the main process",
+    ):
         list(data)
     assert accelerator.gather(torch.ones(1)).shape == (2,)
 
@@ -159,7 +175,10 @@ def test_a_window_ends_with_the_stream():
 
 def test_sequences_of_different_lengths_are_filled_up():
     def padded(samples):
-        return {"ids": pad_sequence([torch.full((1 + i,), i) for i in samples], batch_first=True), "names": samples}
+        return {
+            "ids": pad_sequence([torch.full((1 + i,), i) for i in samples], batch_first=True),
+            "names": samples,
+        }
 
     accelerator, data = made(DataLoader(Place(7), batch_size=2, collate_fn=padded))
     rows = []
@@ -180,7 +199,9 @@ def test_turns_of_every_kind():
         ([[9, 9], [0, 1]], [9, 0], 2),
     ]
     assert counts == [2, 1]
-    parts, counts = evened([({"x": torch.arange(3), "name": ["a", "b", "c"], "of": "all"}, 3)], 2, True)
+    parts, counts = evened(
+        [({"x": torch.arange(3), "name": ["a", "b", "c"], "of": "all"}, 3)], 2, True
+    )
     assert [(p["x"].tolist(), p["name"], p["of"], n) for p, n in parts] == [
         ([0, 1], ["a", "b"], "all", 2),
         ([2, 0], ["c", "a"], "all", 2),
@@ -203,7 +224,9 @@ def test_batches_of_a_batch_sampler_are_filled_up_too():
         assert len(accelerator.gather(batch)) == 8
         seen += accelerator.gather_for_metrics(batch).tolist()
     assert sorted(seen) == list(range(22))
-    loader = DataLoader(TensorDataset(torch.arange(9)), batch_sampler=BatchSampler(range(9), 4, drop_last=False))
+    loader = DataLoader(
+        TensorDataset(torch.arange(9)), batch_sampler=BatchSampler(range(9), 4, drop_last=False)
+    )
     accelerator, prepared = made(loader)
     assert [len(accelerator.gather(batch)) for (batch,) in prepared] == [8, 8]
 
@@ -213,7 +236,13 @@ def test_a_sampler_without_a_length():
         def __iter__(self):
             return iter(range(7))
 
-    accelerator, data = made(DataLoader(TensorDataset(torch.arange(7)), batch_size=2, sampler=Unsized()))
-    seen = list(itertools.chain.from_iterable(accelerator.gather_for_metrics(batch).tolist() for (batch,) in data))
+    accelerator, data = made(
+        DataLoader(TensorDataset(torch.arange(7)), batch_size=2, sampler=Unsized())
+    )
+    seen = list(
+        itertools.chain.from_iterable(
+            accelerator.gather_for_metrics(batch).tolist() for (batch,) in data
+        )
+    )
     assert seen == list(range(7))
     assert data.end_of_dataloader

@@ -13,7 +13,13 @@ import numpy as np
 import pytest
 import torch
 
-from trainer_kit import Accelerator, GeneralTracker, LoggerType, ProjectConfiguration, on_main_process
+from trainer_kit import (
+    Accelerator,
+    GeneralTracker,
+    LoggerType,
+    ProjectConfiguration,
+    on_main_process,
+)
 from trainer_kit import register_tracker_class as register
 from trainer_kit.core.errors import ConfigurationError, RegistryError
 from trainer_kit.core.registry import LOGGERS
@@ -27,7 +33,10 @@ HPARAMS = {"lr": 0.1, "layers": 2}
 def log_three(accelerator, **options):
     accelerator.init_trackers("project", config=HPARAMS, **options)
     for step in range(3):
-        accelerator.log({"loss": torch.tensor(1.0 / (step + 1), requires_grad=True), "accuracy": step}, step=step)
+        accelerator.log(
+            {"loss": torch.tensor(1.0 / (step + 1), requires_grad=True), "accuracy": step},
+            step=step,
+        )
 
 
 def test_tensorboard(tmp_path):
@@ -46,11 +55,15 @@ def test_tensorboard(tmp_path):
     accelerator.end_training()
     events = EventAccumulator(str(tmp_path / "logs" / "project"))
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(i, pytest.approx(1 / (i + 1))) for i in range(3)]
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (i, pytest.approx(1 / (i + 1))) for i in range(3)
+    ]
     assert {"nested/a", "nested/b", "direct", "accuracy"} <= set(events.Tags()["scalars"])
     for name in ("picture", "rows first"):
         image = events.Images(name)[0]
-        assert (image.height, image.width) == (4, 6), "torch's layout: samples, channels, rows, columns"
+        assert (image.height, image.width) == (4, 6), (
+            "torch's layout: samples, channels, rows, columns"
+        )
     assert "note/text_summary" in events.Tags()["tensors"]
 
 
@@ -61,11 +74,18 @@ def test_csv_and_jsonl(tmp_path):
     accelerator.end_training()
     with open(tmp_path / "project" / "metrics.csv") as file:
         rows = list(csv.DictReader(file))
-    assert [row["step"] for row in rows] == ["0", "1", "2", "3"], "one more than the last where none is given"
+    assert [row["step"] for row in rows] == ["0", "1", "2", "3"], (
+        "one more than the last where none is given"
+    )
     assert [float(row["loss"]) for row in rows] == [1.0, 0.5, pytest.approx(1 / 3), 9.0]
     journal = tmp_path / "project" / "journal.jsonl"
     lines = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [line["loss"] for line in lines if "loss" in line] == [1.0, 0.5, pytest.approx(1 / 3), 9.0]
+    assert [line["loss"] for line in lines if "loss" in line] == [
+        1.0,
+        0.5,
+        pytest.approx(1 / 3),
+        9.0,
+    ]
 
 
 WANDB = """
@@ -99,7 +119,12 @@ for step in range(3):
 @pytest.mark.slow
 def test_a_script_that_ends_without_end_training_keeps_its_rows(tmp_path):
     subprocess.run([sys.executable, "-c", _LEAVES, str(tmp_path)], check=True)
-    assert (tmp_path / "run" / "metrics.csv").read_text().split() == ["step,loss", "0,0.0", "1,0.5", "2,1.0"]
+    assert (tmp_path / "run" / "metrics.csv").read_text().split() == [
+        "step,loss",
+        "0,0.0",
+        "1,0.5",
+        "2,1.0",
+    ]
 
 
 @pytest.mark.slow
@@ -133,12 +158,19 @@ def test_every_tracker_and_an_object(tmp_path):
     kept = Kept()
     accelerator = Accelerator(cpu=True, log_with=[kept, "all"], project_dir=tmp_path)
     for word in {"wandb", "clearml", "comet_ml", "mlflow", "aim", "dvclive", "swanlab", "trackio"}:
-        if word in accelerator.log_with:  # is installed; it would need a server, or outlive the test
+        if (
+            word in accelerator.log_with
+        ):  # is installed; it would need a server, or outlive the test
             accelerator.log_with.remove(word)
     log_three(accelerator)
     accelerator.end_training()
     assert [step for step, _ in kept.values] == [0, 1, 2]
-    assert [tracker.name for tracker in accelerator.trackers] == ["Kept", "tensorboard", "csv", "jsonl"]
+    assert [tracker.name for tracker in accelerator.trackers] == [
+        "Kept",
+        "tensorboard",
+        "csv",
+        "jsonl",
+    ]
 
 
 class Written(GeneralTracker):
@@ -187,7 +219,11 @@ def test_a_registered_class_is_made_by_its_name(tmp_path):
         accelerator = Accelerator(cpu=True, log_with="written", project_dir=tmp_path)
         accelerator.init_trackers("project", init_kwargs={"written": {"option": 3}})
         tracker = accelerator.get_tracker("written")
-        assert (tracker.run_name, tracker.directory, tracker.kwargs) == ("project", str(tmp_path), {"option": 3})
+        assert (tracker.run_name, tracker.directory, tracker.kwargs) == (
+            "project",
+            str(tmp_path),
+            {"option": 3},
+        )
     finally:
         LOGGERS._targets.pop("written", None)
 
@@ -221,10 +257,14 @@ def test_one_process_writes_unless_each_has_its_own(tmp_path):
             self.values.append(values)
 
     each = Each()
-    accelerator = Accelerator(cpu=True, log_with=[each, Written("mine", tmp_path), "csv"], project_dir=tmp_path)
+    accelerator = Accelerator(
+        cpu=True, log_with=[each, Written("mine", tmp_path), "csv"], project_dir=tmp_path
+    )
     log_three(accelerator)
     mine = accelerator.get_tracker("written")
-    accelerator.get_tracker("csv").anything(at_all=True) if not accelerator.is_main_process else None
+    accelerator.get_tracker("csv").anything(
+        at_all=True
+    ) if not accelerator.is_main_process else None
     accelerator.end_training()
     assert len(each.values) == 3
     assert isinstance(mine, Written) == accelerator.is_main_process
@@ -247,7 +287,9 @@ def logged_run(directory: Path, word: str, value: float, state: str = "") -> Acc
 
 
 def losses(directory: Path) -> list[float]:
-    return [record["loss"] for record in read_journal(directory / "journal.jsonl") if "loss" in record]
+    return [
+        record["loss"] for record in read_journal(directory / "journal.jsonl") if "loss" in record
+    ]
 
 
 @pytest.mark.parametrize("word", ["csv", "jsonl", "tensorboard"])
@@ -260,7 +302,9 @@ def test_two_runs_of_a_project_share_no_journal_no_report_and_no_table(tmp_path,
         assert (place / "report.html").exists()
         assert len([event for event in read_events(place) if event["event"] == "start"]) == 1
         if word == "csv":
-            assert (place / "metrics.csv").read_text().splitlines()[1:] == [f"{step},{value}" for step in range(3)]
+            assert (place / "metrics.csv").read_text().splitlines()[1:] == [
+                f"{step},{value}" for step in range(3)
+            ]
 
 
 @pytest.mark.parametrize("word", ["csv", "jsonl"])
@@ -269,9 +313,14 @@ def test_a_run_that_loads_a_state_continues_in_the_directory_of_that_run(tmp_pat
         logged_run(tmp_path, word, value)
     again = logged_run(tmp_path, word, 4.0, "state-2.0")
     assert losses(tmp_path / "exp" / "version_1") == [2.0] * 3 + [4.0] * 3
-    assert (losses(tmp_path / "exp"), losses(tmp_path / "exp" / "version_2")) == ([1.0] * 3, [3.0] * 3)
+    assert (losses(tmp_path / "exp"), losses(tmp_path / "exp" / "version_2")) == (
+        [1.0] * 3,
+        [3.0] * 3,
+    )
     assert not (tmp_path / "exp" / "version_3").exists()
-    starts = [event for event in read_events(tmp_path / "exp" / "version_1") if event["event"] == "start"]
+    starts = [
+        event for event in read_events(tmp_path / "exp" / "version_1") if event["event"] == "start"
+    ]
     assert len({event["run"] for event in starts}) == 1
     assert again.tracking.version == "version_1"
 

@@ -19,7 +19,12 @@ def test_a_model_that_was_trained_here_is_loaded_by_name(kind, tmp_path, monkeyp
     logging.disable_progress_bar()
     tokens = {"vocab_size": 64, "bos_token_id": 0, "eos_token_id": 0}
     sizes = {
-        "llama": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+        "llama": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+        },
         "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16},
     }
     config = AutoConfig.for_model(kind, **tokens, **sizes[kind], tie_word_embeddings=True)

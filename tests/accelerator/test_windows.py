@@ -9,7 +9,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainer_kit import Accelerator, DataLoaderConfiguration, GradientAccumulationPlugin, GradScalerKwargs
+from trainer_kit import (
+    Accelerator,
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+)
 from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.strategies.single import Alone
@@ -56,7 +61,9 @@ def make(steps=1, loader=None, **options):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, **options)
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    data = accelerator.prepare(DataLoader(TensorDataset(X, Y), batch_size=4) if loader is None else loader)
+    data = accelerator.prepare(
+        DataLoader(TensorDataset(X, Y), batch_size=4) if loader is None else loader
+    )
     return accelerator, model, optimizer, data
 
 
@@ -128,7 +135,9 @@ def test_loaders_that_are_read_side_by_side_are_all_left_in_the_end():
     accelerator, *_, data = make()
     lengths = ((8, 8), (8, 12), (12, 8))
     for one, two in lengths:
-        loaders = accelerator.prepare(*(DataLoader(TensorDataset(X[:n]), batch_size=4) for n in (one, two)))
+        loaders = accelerator.prepare(
+            *(DataLoader(TensorDataset(X[:n]), batch_size=4) for n in (one, two))
+        )
         for _ in zip(*loaders, strict=False):
             assert accelerator.gradient_state.active_dataloader is loaders[1]
         assert accelerator.gradient_state.active_dataloader is None
@@ -175,7 +184,9 @@ def test_windows_over_the_end_of_a_loader():
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, data = accelerator.prepare(model, sgd, DataLoader(TensorDataset(X, Y), batch_size=4))
+    model, optimizer, data = accelerator.prepare(
+        model, sgd, DataLoader(TensorDataset(X, Y), batch_size=4)
+    )
     for _ in range(2):
         for x, y in data:
             with accelerator.accumulate(model):
@@ -298,7 +309,9 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
             one, two, *(torch.optim.SGD(model.parameters(), lr=0.1) for model in (one, two))
         )
         for step in range(4):
-            accelerator.backward(one(X[:4].float()).square().mean() * (float("inf") if step in skipped else 1))
+            accelerator.backward(
+                one(X[:4].float()).square().mean() * (float("inf") if step in skipped else 1)
+            )
             accelerator.unscale_gradients()  # of both, one of which has none
             norm = accelerator.clip_grad_norm_(one.parameters(), 50.0)
             assert norm.isfinite() == (step not in skipped)
@@ -316,10 +329,16 @@ def test_a_step_that_is_not_taken_after_clipping_leaves_the_next_one_right(empti
 
 def test_dropped_gradients_are_reduced_again():
     completed = []
-    window = Accumulation(1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or [])
+    window = Accumulation(
+        1, Alone(), Alone(), complete=lambda optimizer: completed.append(optimizer) or []
+    )
     ours, others = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer, other = (torch.optim.SGD([p], lr=0.1) for p in (ours, others))
-    for expected in ([optimizer], [optimizer, optimizer, other], [optimizer, optimizer, other, optimizer]):
+    for expected in (
+        [optimizer],
+        [optimizer, optimizer, other],
+        [optimizer, optimizer, other, optimizer],
+    ):
         window.scale(ours.sum(), None).backward()
         window.correct(optimizer)  # as clipping does
         if len(expected) == 3:
@@ -346,7 +365,9 @@ def test_a_closure_under_scaled_gradients(asks_again: bool) -> None:
         return loss
 
     if asks_again:
-        with pytest.raises(ConfigurationError, match=r"(?s)LBFGS evaluates the loss again.*scaled gradients"):
+        with pytest.raises(
+            ConfigurationError, match=r"(?s)LBFGS evaluates the loss again.*scaled gradients"
+        ):
             optimizer.step(closure)
         return
     returned = optimizer.step(closure)
@@ -391,7 +412,9 @@ def test_uneven_last_batches_over_processes(steps, each):
     )
     model = net()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    model, optimizer, data = accelerator.prepare(model, sgd, DataLoader(TensorDataset(X, Y), batch_size=4))
+    model, optimizer, data = accelerator.prepare(
+        model, sgd, DataLoader(TensorDataset(X, Y), batch_size=4)
+    )
     for x, y in data:
         with accelerator.accumulate(model):
             accelerator.backward(mse(model(x), y))
@@ -526,7 +549,10 @@ def test_a_weight_and_a_fixed_divisor_are_refused_together():
     plugin = GradientAccumulationPlugin(num_steps=2, fixed_divisor=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = accelerator.prepare(net())
-    with accelerator.accumulate(model), pytest.raises(ConfigurationError, match="no loss has a weight"):
+    with (
+        accelerator.accumulate(model),
+        pytest.raises(ConfigurationError, match="no loss has a weight"),
+    ):
         accelerator.backward(model(X).sum(), weight=N)
 
 
@@ -553,7 +579,10 @@ def test_a_dispatched_last_batch_is_weighted_by_its_samples():
 @pytest.mark.world_size(2)
 def test_weights_and_leaving_processes_are_refused_together():
     accelerator, model, _, _ = make()
-    with accelerator.join_uneven_inputs([model]), pytest.raises(ConfigurationError, match="no batch left"):
+    with (
+        accelerator.join_uneven_inputs([model]),
+        pytest.raises(ConfigurationError, match="no batch left"),
+    ):
         accelerator.backward(model(X).sum(), weight=N)
 
 

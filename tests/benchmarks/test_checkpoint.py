@@ -21,7 +21,18 @@ CASES = ("ours", "ours_waiting", "torch_save", "torch_async")
 @pytest.mark.slow
 def test_every_case_on_a_small_state(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    options = ["--layers", "1", "--steps", "9", "--every", "4", "--directory", str(tmp_path), "--json", str(out)]
+    options = [
+        "--layers",
+        "1",
+        "--steps",
+        "9",
+        "--every",
+        "4",
+        "--directory",
+        str(tmp_path),
+        "--json",
+        str(out),
+    ]
     cases = [word for case in CASES for word in ("--case", case)]
     ran = subprocess.run(
         [sys.executable, str(SCRIPT), *options, *cases],
@@ -44,10 +55,16 @@ def test_every_case_on_a_small_state(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another malloc may keep what was freed")
-def test_saves_take_one_copy_of_the_state_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="another malloc may keep what was freed"
+)
+def test_saves_take_one_copy_of_the_state_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])  # the script adds to it
-    held = bytearray(os.urandom(1 << 20)) * 1500  # the peak of the process that measures is not that of the measured
+    held = (
+        bytearray(os.urandom(1 << 20)) * 1500
+    )  # the peak of the process that measures is not that of the measured
     found = runpy.run_path(str(SCRIPT))["measure_memory"](1, tmp_path)
     assert found["without_gb"] > 0.2
     assert 0.95 <= found["copies"] <= 1.1

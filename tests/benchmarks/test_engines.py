@@ -13,7 +13,20 @@ import pytest
 import torch
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "engines.py"
-SMALL = ["--rounds", "1", "--width", "32", "--layers", "1", "--length", "4", "--batch", "2", "--steps", "7"]
+SMALL = [
+    "--rounds",
+    "1",
+    "--width",
+    "32",
+    "--layers",
+    "1",
+    "--length",
+    "4",
+    "--batch",
+    "2",
+    "--steps",
+    "7",
+]
 
 
 @pytest.fixture
@@ -27,7 +40,12 @@ def test_one_round_of_the_trainer_and_the_loop_by_hand(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--engine", "fsdp", "--loops", "by hand", "trainer_kit", *SMALL, "--json", str(out)]
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, str(SCRIPT), *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     plain, ours = json.loads(out.read_text())
@@ -45,6 +63,10 @@ def test_refuses_different_weights(engines: dict[str, Any]) -> None:
             engines["check"]([torch.zeros(2), torch.tensor([1.0, 1.0, other])], weights)
 
 
-def test_a_failed_measurement_is_reported(engines: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    engines["show"]("ddp", [engines["Result"]("ddp", "raw", refused="Traceback\nfinal weights differ by 0.5")])
+def test_a_failed_measurement_is_reported(
+    engines: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines["show"](
+        "ddp", [engines["Result"]("ddp", "raw", refused="Traceback\nfinal weights differ by 0.5")]
+    )
     assert "not reported: final weights differ by 0.5" in capsys.readouterr().out

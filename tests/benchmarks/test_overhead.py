@@ -23,9 +23,25 @@ def overhead(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_one_round_of_our_own_loop(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    options = ["--case", "bare", "--frameworks", "trainer_kit", "--rounds", "1", "--steps", "100", "--json", str(out)]
+    options = [
+        "--case",
+        "bare",
+        "--frameworks",
+        "trainer_kit",
+        "--rounds",
+        "1",
+        "--steps",
+        "100",
+        "--json",
+        str(out),
+    ]
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, str(SCRIPT), *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     (result,) = json.loads(out.read_text())
@@ -52,6 +68,8 @@ def test_refuses_different_means(overhead: dict[str, Any]) -> None:
 def test_a_failed_measurement_is_reported_and_fails(
     overhead: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = overhead["Result"]("bare", "trainer_kit", refused="Traceback\nfinal weights differ by 0.5")
+    result = overhead["Result"](
+        "bare", "trainer_kit", refused="Traceback\nfinal weights differ by 0.5"
+    )
     overhead["show"]("bare", [result])
     assert "not reported: final weights differ by 0.5" in capsys.readouterr().out

@@ -14,7 +14,12 @@ def test_every_line_is_measured(tmp_path: Path) -> None:
     out = tmp_path / "result.json"
     options = ["--samples", "320", "--rounds", "1", "--json", str(out)]
     ran = subprocess.run(
-        [sys.executable, str(SCRIPT), *options], cwd=tmp_path, capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, str(SCRIPT), *options],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     found = json.loads(out.read_text())

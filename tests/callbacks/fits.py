@@ -87,7 +87,9 @@ class Noting(Trainer):
         if self.is_global_zero:
             self.printed.append(" ".join(map(str, values)))
 
-    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+    def set_accumulation(
+        self, batches: int, measure: Callable[[float, float], None] | None = None
+    ) -> None:
         self.lengths.append(batches)
         super().set_accumulation(batches, measure)
 
@@ -104,7 +106,9 @@ class Noting(Trainer):
     @property
     def on_disk(self) -> list[str]:
         """Names of the checkpoints in the run's own directory."""
-        return [record.path.name for record in checkpoints(Path(self.default_root_dir) / "checkpoints")]
+        return [
+            record.path.name for record in checkpoints(Path(self.default_root_dir) / "checkpoints")
+        ]
 
 
 class Unsized:
@@ -141,10 +145,14 @@ class Timed(Scripted):
         values: logged in each training step, with ``prog_bar=True``.
     """
 
-    def __init__(self, clock: Callable[[float], None], values: dict[str, float] | None = None, **seconds: Any) -> None:
+    def __init__(
+        self, clock: Callable[[float], None], values: dict[str, float] | None = None, **seconds: Any
+    ) -> None:
         super().__init__()
         self.pass_time, self.values = clock, values or {}
-        self.seconds = {kind: iter(each) if isinstance(each, list) else each for kind, each in seconds.items()}
+        self.seconds = {
+            kind: iter(each) if isinstance(each, list) else each for kind, each in seconds.items()
+        }
 
     def _take(self, kind: str) -> None:
         seconds = self.seconds.get(kind, 0)
@@ -173,7 +181,9 @@ def trainer(*callbacks: Any, **options: Any) -> Noting:
         "logger": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
-        "enable_checkpointing": False if not any(hasattr(one, "best_model_path") for one in callbacks) else None,
+        "enable_checkpointing": False
+        if not any(hasattr(one, "best_model_path") for one in callbacks)
+        else None,
         "accelerator": "cpu",
         "devices": 1,
         "num_sanity_val_steps": 0,
@@ -203,5 +213,10 @@ def fit(
     made = trainer(*callbacks, max_epochs=epochs, **options)
     loader = [batch] * batches
     module = Scripted(val or (), epoch, train, tokens)
-    made.fit(module, Unsized(loader) if unsized else loader, None if val is None else [BATCH], ckpt_path=ckpt_path)
+    made.fit(
+        module,
+        Unsized(loader) if unsized else loader,
+        None if val is None else [BATCH],
+        ckpt_path=ckpt_path,
+    )
     return made

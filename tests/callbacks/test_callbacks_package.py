@@ -29,7 +29,10 @@ def test_every_name_is_a_callback():
     ("looks", "rests"),
     [
         (callbacks.ModelCheckpoint(every_n_train_steps=2), callbacks.ModelCheckpoint()),
-        (callbacks.ModelCheckpoint(every_n_epochs="2ba"), callbacks.ModelCheckpoint(every_n_epochs=2)),
+        (
+            callbacks.ModelCheckpoint(every_n_epochs="2ba"),
+            callbacks.ModelCheckpoint(every_n_epochs=2),
+        ),
         (callbacks.GradientAccumulation("8sp"), callbacks.GradientAccumulation(8)),
         (callbacks.LearningRateMonitor(), callbacks.LearningRateMonitor("epoch")),
         (callbacks.Timer("2h"), callbacks.Timer("2h", interval="epoch")),
@@ -60,7 +63,9 @@ ARGUMENTS = {
 def test_a_trainer_with_any_callback_can_be_pickled(name):
     """Processes that are spawned receive the Trainer in this way."""
     callback = getattr(callbacks, name)(*ARGUMENTS.get(name, ()))
-    trainer = tk.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callback)
+    trainer = tk.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=callback
+    )
     again = pickle.loads(pickle.dumps(trainer))
     assert type(callback).__name__ in {type(one).__name__ for one in again.callbacks}
 
@@ -108,14 +113,21 @@ def test_importing_it_imports_no_callback_and_nothing_heavy():
         assert not heavy, heavy
     """
     root = str(Path(callbacks.__file__).parents[2])
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": root})
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=60, env={**os.environ, "PYTHONPATH": root}
+    )
 
 
 @pytest.mark.parametrize("name", ["Checkpoint"])
 def test_a_missing_lightning_callback_names_its_replacement(name):
-    with pytest.raises(ImportError, match=rf"(?s)'trainer_kit.callbacks' has no attribute '{name}'\n.*fix:   [A-Za-z]"):
+    with pytest.raises(
+        ImportError,
+        match=rf"(?s)'trainer_kit.callbacks' has no attribute '{name}'\n.*fix:   [A-Za-z]",
+    ):
         exec(f"from trainer_kit.callbacks import {name}")
-    with pytest.raises(ImportError, match=r"has no attribute 'NoSuchCallback'\n.*did you mean 'Callback'"):
+    with pytest.raises(
+        ImportError, match=r"has no attribute 'NoSuchCallback'\n.*did you mean 'Callback'"
+    ):
         exec("from trainer_kit.callbacks import NoSuchCallback")
 
 
@@ -125,10 +137,14 @@ def test_no_test_of_callbacks_builds_a_fake_trainer():
     found = []
     for path in sorted(Path(__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and not any(ast.unparse(base).endswith("Trainer") for base in node.bases):
+            if isinstance(node, ast.ClassDef) and not any(
+                ast.unparse(base).endswith("Trainer") for base in node.bases
+            ):
                 own = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
                 fake = len(own & members) > 1
-            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("SimpleNamespace", "Mock")):
+            elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+                ("SimpleNamespace", "Mock")
+            ):
                 fake = any(keyword.arg in members for keyword in node.keywords)
             else:
                 continue

@@ -17,7 +17,9 @@ def test_a_fraction_of_the_run_becomes_steps():
     found = []
 
     def read(trainer, module):
-        found.extend(in_run(Duration.parse(every), trainer) for every in ("0.5dur", "0.001dur", "3ba"))
+        found.extend(
+            in_run(Duration.parse(every), trainer) for every in ("0.5dur", "0.001dur", "3ba")
+        )
 
     fit(LambdaCallback(on_train_start=read), batches=10, max_steps=5)
     assert found == [Duration(2, "st"), Duration(1, "st"), Duration(3, "ba")]
@@ -53,7 +55,9 @@ def test_an_interval_of_tokens_needs_their_count(make):
 def test_counted_tokens_are_an_interval():
     seen = []
     fit(
-        FunctionCallback("train_step_end", lambda trainer, module: seen.append(trainer.global_step), "6tok"),
+        FunctionCallback(
+            "train_step_end", lambda trainer, module: seen.append(trainer.global_step), "6tok"
+        ),
         batches=4,
         tokens=3,
     )

@@ -60,7 +60,9 @@ def test_a_run_before_its_minimum_stops_there_unless_the_value_improves(last, ep
             values = [1.0, 2.0, 2.0, last, 0.25, 0.125]
             self.log("score", values[self.current_epoch])
 
-    trainer = Trainer(max_epochs=6, min_epochs=4, callbacks=EarlyStopping("score", patience=1), barebones=True)
+    trainer = Trainer(
+        max_epochs=6, min_epochs=4, callbacks=EarlyStopping("score", patience=1), barebones=True
+    )
     trainer.fit(Scored(), [torch.ones(2, 32)], [torch.ones(2, 32)])
     assert trainer.current_epoch == epochs
 
@@ -75,7 +77,14 @@ def test_the_state_survives_a_restart(tmp_path):
         def on_train_start(self, trainer, module):
             self.state = after.state_dict()
 
-    done = fit(after, looks := Looks(), epochs=9, batches=1, val=each("loss", 1.5), ckpt_path=tmp_path / "saved")
+    done = fit(
+        after,
+        looks := Looks(),
+        epochs=9,
+        batches=1,
+        val=each("loss", 1.5),
+        ckpt_path=tmp_path / "saved",
+    )
     assert looks.state == before.state_dict()
     assert (len(done.stops), done.current_epoch) == (1, 4)
     assert after.state_key == before.state_key != EarlyStopping("loss", mode="max").state_key
@@ -84,14 +93,19 @@ def test_the_state_survives_a_restart(tmp_path):
 def test_a_restart_with_more_patience_continues(tmp_path):
     run(EarlyStopping("loss", patience=3), 1.0, 2.0, 2.0, 2.0).save_checkpoint(tmp_path / "saved")
     more = EarlyStopping("loss", patience=10)
-    done = fit(more, epochs=20, batches=1, val=each("loss", *[2.0] * 9), ckpt_path=tmp_path / "saved")
+    done = fit(
+        more, epochs=20, batches=1, val=each("loss", *[2.0] * 9), ckpt_path=tmp_path / "saved"
+    )
     assert done.current_epoch == 4 + 7
 
 
 @pytest.mark.parametrize("unsized", [False, True])
 def test_training_values_are_monitored_when_validation_runs(unsized):
     stop = EarlyStopping("train_loss", patience=1)
-    values = {"val": each("val_loss", *[0.0] * 5), "epoch": each("train_loss", 3.0, 2.0, 1.0, 4.0, 0.5)}
+    values = {
+        "val": each("val_loss", *[0.0] * 5),
+        "epoch": each("train_loss", 3.0, 2.0, 1.0, 4.0, 0.5),
+    }
     done = fit(stop, epochs=5, unsized=unsized, **values)
     assert (done.current_epoch, float(stop.best_score)) == (4, 1.0)
 
@@ -104,7 +118,9 @@ def test_check_on_train_epoch_end_chooses_the_hook(at_epoch_end, validates, chec
     """Three validations in an epoch, each with a value of its own."""
     stop = EarlyStopping("loss", patience=100, check_on_train_epoch_end=at_epoch_end)
     values = {"val": each("loss", 1.0, 1.0, 1.0)} if validates else {"epoch": each("loss", 1.0)}
-    fit(stop, batches=6, val_check_interval=2, **values) if validates else fit(stop, batches=6, **values)
+    fit(stop, batches=6, val_check_interval=2, **values) if validates else fit(
+        stop, batches=6, **values
+    )
     assert stop.wait_count == checks - 1
     assert float(stop.best_score) == 1.0
 
@@ -122,7 +138,9 @@ def test_checks_after_validation_in_a_fit_without_it(strict):
 def test_a_value_is_checked_once():
     """Epochs without validation bring no new value: patience counts the validations."""
     stop = EarlyStopping("loss", patience=2, check_on_train_epoch_end=True, strict=False)
-    done = fit(stop, epochs=8, batches=1, check_val_every_n_epoch=2, val=each("loss", 1.0, 2.0, 0.5, 2.0))
+    done = fit(
+        stop, epochs=8, batches=1, check_val_every_n_epoch=2, val=each("loss", 1.0, 2.0, 0.5, 2.0)
+    )
     assert (done.stops, stop.wait_count, float(stop.best_score)) == ([], 1, 0.5)
 
 
@@ -149,13 +167,15 @@ def test_not_in_the_sanity_check_nor_in_validate_nor_in_a_fast_run():
 
 def test_a_value_that_is_never_logged():
     with pytest.raises(
-        ConfigurationError, match=r"monitors 'val_los'(.|\n)*logged so far: val_loss(.|\n)*mean 'val_loss'"
+        ConfigurationError,
+        match=r"monitors 'val_los'(.|\n)*logged so far: val_loss(.|\n)*mean 'val_loss'",
     ):
         fit(EarlyStopping("val_los"), val=each("val_loss", 1.0))
     with pytest.raises(ConfigurationError, match="logged so far: nothing"):
         fit(EarlyStopping("loss"))
     with pytest.raises(
-        ConfigurationError, match=r"train_loss; this fit has no validation\n.*define validation_step and"
+        ConfigurationError,
+        match=r"train_loss; this fit has no validation\n.*define validation_step and",
     ):
         fit(EarlyStopping("val_loss"), epoch=each("train_loss", 1.0))
 

@@ -9,7 +9,13 @@ from torch.optim.lr_scheduler import LambdaLR, SequentialLR, StepLR
 
 from tests.callbacks.fits import trainer
 from trainer_kit import TrainModule
-from trainer_kit.callbacks import BackboneFinetuning, BaseFinetuning, Callback, LayerWiseUnfreezing, ModelCheckpoint
+from trainer_kit.callbacks import (
+    BackboneFinetuning,
+    BaseFinetuning,
+    Callback,
+    LayerWiseUnfreezing,
+    ModelCheckpoint,
+)
 from trainer_kit.core.errors import ConfigurationError
 
 BATCHES = list(torch.randn(3, 8, 4, generator=torch.Generator().manual_seed(3)))
@@ -19,7 +25,9 @@ class Net(TrainModule):
     def __init__(self, schedule=None):
         super().__init__()
         torch.manual_seed(1)
-        self.backbone = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8))
+        self.backbone = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 8)
+        )
         self.head = nn.Linear(8, 1)
         self.schedule = schedule
 
@@ -41,7 +49,9 @@ class Notes(Callback):
 
     def on_train_step_end(self, trainer, module):
         self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
-        self.trained.append({n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad})
+        self.trained.append(
+            {n.rpartition(".")[0] for n, p in module.named_parameters() if p.requires_grad}
+        )
 
 
 def fitted(*callbacks, module=None, epochs=5, ckpt_path=None, **options):
@@ -65,7 +75,9 @@ def test_it_trains_as_a_plain_loop_does():
         if epoch == 2:
             plain.backbone.requires_grad_(True)
             plain.backbone[1].track_running_stats = True
-            late = [p for layer in (plain.backbone[0], plain.backbone[4]) for p in layer.parameters()]
+            late = [
+                p for layer in (plain.backbone[0], plain.backbone[4]) for p in layer.parameters()
+            ]
             optimizer.add_param_group({"params": late, "lr": rate})
         elif epoch > 2:
             rate = min(2 * rate, 0.01)
@@ -74,7 +86,9 @@ def test_it_trains_as_a_plain_loop_does():
             optimizer.zero_grad()
             plain.training_step(batch, 0).backward()
             optimizer.step()
-    for (name, ours), (_, theirs) in zip(module.state_dict().items(), plain.state_dict().items(), strict=True):
+    for (name, ours), (_, theirs) in zip(
+        module.state_dict().items(), plain.state_dict().items(), strict=True
+    ):
         assert torch.equal(ours, theirs), name
     assert [rates[1:] for rates in notes.rates[::3]] == [[], [], [0.001], [0.002], [0.004]]
 
@@ -84,7 +98,9 @@ SCHEDULES = {
     "step": lambda optimizer: StepLR(optimizer, 2, 0.5),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "sequence": lambda optimizer: SequentialLR(
-        optimizer, [LambdaLR(optimizer, lambda step: 0.1 + step / 10), LambdaLR(optimizer, lambda step: 0.5)], [5]
+        optimizer,
+        [LambdaLR(optimizer, lambda step: 0.1 + step / 10), LambdaLR(optimizer, lambda step: 0.5)],
+        [5],
     ),
 }
 
@@ -93,17 +109,25 @@ SCHEDULES = {
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_a_resumed_run_is_the_same(schedule, tmp_path):
     def run(path, ckpt_path=None):
-        callback = BackboneFinetuning(1, train_bn=False, should_align=False, lambda_func=lambda epoch: 1.5)
+        callback = BackboneFinetuning(
+            1, train_bn=False, should_align=False, lambda_func=lambda epoch: 1.5
+        )
         keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1)
-        return fitted(callback, keeper, notes := Notes(), module=Net(schedule), ckpt_path=ckpt_path), notes
+        return fitted(
+            callback, keeper, notes := Notes(), module=Net(schedule), ckpt_path=ckpt_path
+        ), notes
 
     (done, module), notes = run(tmp_path / "whole")
     assert {len(rates) for rates in notes.rates[3:]} == {2}
     for step in (2, 3, 4, 11):  # before the epoch of the change, at its start, inside, and after
-        (again, resumed), rest = run(tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}")
+        (again, resumed), rest = run(
+            tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}"
+        )
         assert rest.rates == notes.rates[step:]
         assert rest.trained == notes.trained[step:]
-        for (name, a), (_, b) in zip(resumed.state_dict().items(), module.state_dict().items(), strict=True):
+        for (name, a), (_, b) in zip(
+            resumed.state_dict().items(), module.state_dict().items(), strict=True
+        ):
             assert torch.equal(a, b), (step, name)
         assert again.global_step == done.global_step == 15
 
@@ -121,7 +145,12 @@ def test_layers_are_trained_one_after_the_other():
     layers = ["backbone.4", "backbone.0"]
     fitted(LayerWiseUnfreezing(layers, unfreeze_at_epoch=1, every_n_epochs=2, lr_factor=0.5), notes)
     always = {"head", "backbone.1"}  # batch norms are trained from the start
-    expected = [always, always | {"backbone.4"}, always | {"backbone.4"}, always | {"backbone.4", "backbone.0"}]
+    expected = [
+        always,
+        always | {"backbone.4"},
+        always | {"backbone.4"},
+        always | {"backbone.4", "backbone.0"},
+    ]
     assert notes.trained[::3] == [*expected, expected[-1]]
     assert notes.rates[-1] == pytest.approx([0.01, 0.005, 0.0025])
 
@@ -152,7 +181,8 @@ def test_a_finetuning_of_ones_own():
 def test_mistakes_are_refused_before_the_first_step():
     with pytest.raises(ConfigurationError, match="has no submodule of this name"):
         fitted(
-            BackboneFinetuning(), module=type("Plain", (Net,), {"__init__": lambda self: TrainModule.__init__(self)})()
+            BackboneFinetuning(),
+            module=type("Plain", (Net,), {"__init__": lambda self: TrainModule.__init__(self)})(),
         )
     with pytest.raises(ConfigurationError, match=r"no submodule 'backbone\.9'"):
         fitted(LayerWiseUnfreezing(["backbone.9"]))
@@ -174,7 +204,9 @@ def test_parameters_that_the_optimizer_already_has_are_reported():
     class Two(Net):
         def configure_optimizers(self):
             parts = {"head": self.head, "norm": self.backbone[1]}
-            return {name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in parts.items()}
+            return {
+                name: torch.optim.SGD(part.parameters(), lr=0.01) for name, part in parts.items()
+            }
 
     for callback in (BackboneFinetuning(1), LayerWiseUnfreezing(["backbone.0"])):
         with pytest.raises(ConfigurationError, match="adds parameters to one optimizer"):
@@ -192,7 +224,9 @@ def test_two_ranks_train_as_one(strategy):
 
     def run(**options):
         torch.manual_seed(5)
-        loader = torch.utils.data.DataLoader(torch.randn(16, 4), batch_size=options.pop("batch_size"))
+        loader = torch.utils.data.DataLoader(
+            torch.randn(16, 4), batch_size=options.pop("batch_size")
+        )
         module = Plain()
         made = trainer(BackboneFinetuning(1), max_epochs=3, **options)
         made.fit(module, loader)

@@ -47,7 +47,9 @@ def test_in_the_middle_of_a_schedule(tmp_path):
     scheduling = {0: 1, 3: 7}
     fit(GradientAccumulation(scheduling), batches=7, epochs=3).save_checkpoint(tmp_path / "three")
     seen = Windows()
-    resumed = fit(GradientAccumulation(scheduling), seen, batches=7, epochs=4, ckpt_path=tmp_path / "three")
+    resumed = fit(
+        GradientAccumulation(scheduling), seen, batches=7, epochs=4, ckpt_path=tmp_path / "three"
+    )
     assert set(resumed.lengths) == {7}
     assert seen.lengths == [(3, 7)]
 
@@ -80,12 +82,16 @@ def test_a_target_before_the_first_window():
 
 
 def test_a_target_in_tokens():
-    lengths, _ = windows(GradientAccumulation("200tok"), of_sizes((3, 2), (5, 100)), CountsTokens(lr=0.001))
+    lengths, _ = windows(
+        GradientAccumulation("200tok"), of_sizes((3, 2), (5, 100)), CountsTokens(lr=0.001)
+    )
     assert lengths == [3, 3, 1, 1]  # never less than one
 
 
 def test_a_short_window_or_a_last_batch_changes_nothing():
-    loader = DataLoader(torch.ones(8 * 16 + 2, 32), batch_size=16)  # one batch of two samples is left
+    loader = DataLoader(
+        torch.ones(8 * 16 + 2, 32), batch_size=16
+    )  # one batch of two samples is left
     lengths, made = windows(GradientAccumulation("64sp"), loader, max_epochs=2)
     assert lengths == [4, 4, 1] * 2
     assert set(made.lengths) == {4}
@@ -104,7 +110,23 @@ def test_the_state_survives_a_restart(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "scheduling", [0, -1, True, 2.0, {}, {-1: 2}, {0: 0}, {0: 1.5}, {"0": 1}, {True: 2}, "4ba", "0sp", "2ep", None]
+    "scheduling",
+    [
+        0,
+        -1,
+        True,
+        2.0,
+        {},
+        {-1: 2},
+        {0: 0},
+        {0: 1.5},
+        {"0": 1},
+        {True: 2},
+        "4ba",
+        "0sp",
+        "2ep",
+        None,
+    ],
 )
 def test_bad_schedules(scheduling):
     with pytest.raises(ConfigurationError):

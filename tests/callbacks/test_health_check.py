@@ -20,7 +20,12 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.health import survey as surveys
 from trainer_kit.health.survey import survey
 
-QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 RUN = {**QUIET, "enable_checkpointing": False}
 
 
@@ -37,7 +42,9 @@ class Watched(Classifier):
         self.gradients: list[torch.Tensor] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        self.gradients.append(torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None]))
+        self.gradients.append(
+            torch.cat([p.grad.flatten() for p in self.parameters() if p.grad is not None])
+        )
 
 
 def surveyed(monkeypatch: pytest.MonkeyPatch, trainer_of: list[tk.Trainer]) -> list[int]:
@@ -67,7 +74,14 @@ def test_it_checks_before_training_and_at_intervals(
     every: Any, options: dict[str, Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = tk.Trainer(
-        **{"accelerator": "cpu", "devices": 1, "max_epochs": 1, "log_every_n_steps": 1, **RUN, **options},
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "log_every_n_steps": 1,
+            **RUN,
+            **options,
+        },
         callbacks=[HealthCheck(every)],
     )
     steps = surveyed(monkeypatch, [trainer])
@@ -106,17 +120,29 @@ def test_training_is_the_same_on_two_ranks_and_a_slow_one_is_named() -> None:
             if callbacks:
                 made = callbacks[0].last
                 assert made is not None
-                assert any(each.about == "GEMM" and each.text.startswith("rank 1 (") for each in made.unusual)
+                assert any(
+                    each.about == "GEMM" and each.text.startswith("rank 1 (")
+                    for each in made.unusual
+                )
                 assert trainer.progress.step == 4
     assert_same(*modules)
-    assert all(torch.equal(a, b) for a, b in zip(modules[0].gradients, modules[1].gradients, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(modules[0].gradients, modules[1].gradients, strict=True)
+    )
 
 
-def test_what_it_prints(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer_kit.health.survey._SLOW_DISK", 0.0)
     train(Watched(), make_batches(4), callbacks=[HealthCheck(every=4)], **RUN)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("health check")]
-    assert [line.split(":")[0] for line in lines] == ["health check at step 0", "health check at step 4"]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("health check")
+    ]
+    assert [line.split(":")[0] for line in lines] == [
+        "health check at step 0",
+        "health check at step 4",
+    ]
     assert lines[1].startswith("health check at step 4: 1 rank, GEMM ")
     assert lines[1].endswith(" s), nothing unusual")
     monkeypatch.setattr("trainer_kit.health.survey._SLOW_DISK", 1e15)
@@ -132,17 +158,26 @@ def test_steps_without_a_check_cost_no_python_call() -> None:
         counted = 0
         for steps, sign in ((60, 1), (20, -1)):  # what a fit costs as a whole cancels out
             trainer = tk.Trainer(
-                accelerator="cpu", devices=1, max_steps=steps, callbacks=list(callbacks), log_every_n_steps=1000, **RUN
+                accelerator="cpu",
+                devices=1,
+                max_steps=steps,
+                callbacks=list(callbacks),
+                log_every_n_steps=1000,
+                **RUN,
             )
             module = Classifier(make_net())
-            counted += sign * python_calls(lambda made=trainer, net=module: made.fit(net, make_batches(60)))
+            counted += sign * python_calls(
+                lambda made=trainer, net=module: made.fit(net, make_batches(60))
+            )
         return counted
 
     calls()
     assert calls(HealthCheck(every=10_000)) == calls()
 
 
-def test_a_resumed_run_checks_at_the_same_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_checks_at_the_same_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_train_steps=5)
     train(Watched(), make_batches(10), callbacks=[saving], max_steps=5, **QUIET)
     options: Any = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **RUN}
@@ -170,7 +205,9 @@ def test_time_of_a_check_is_not_training_time(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("every", [0, "0ba", "0s", "0.5dur"])
 def test_an_interval_can_be_counted_and_is_above_zero(every: Any) -> None:
-    with pytest.raises(ConfigurationError, match=r"interval of health checks.*\n.*every=.*\n.*500ba"):
+    with pytest.raises(
+        ConfigurationError, match=r"interval of health checks.*\n.*every=.*\n.*500ba"
+    ):
         HealthCheck(every)
 
 

@@ -19,15 +19,23 @@ _EVALUATION = (*_BATCH, "dataloader_idx")
 # The parameters of Lightning 2.6's hooks.
 CALLBACK = {
     **{
-        f"on_{stage}_{when}": _BOTH for stage in ("train", "validation", "test", "predict") for when in ("start", "end")
+        f"on_{stage}_{when}": _BOTH
+        for stage in ("train", "validation", "test", "predict")
+        for when in ("start", "end")
     },
     **{
         f"on_{stage}_epoch_{when}": _BOTH
         for stage in ("train", "validation", "test", "predict")
         for when in ("start", "end")
     },
-    **{f"on_{stage}_batch_start": (*_BOTH, *_EVALUATION) for stage in ("validation", "test", "predict")},
-    **{f"on_{stage}_batch_end": (*_BOTH, "outputs", *_EVALUATION) for stage in ("validation", "test", "predict")},
+    **{
+        f"on_{stage}_batch_start": (*_BOTH, *_EVALUATION)
+        for stage in ("validation", "test", "predict")
+    },
+    **{
+        f"on_{stage}_batch_end": (*_BOTH, "outputs", *_EVALUATION)
+        for stage in ("validation", "test", "predict")
+    },
     "setup": (*_BOTH, "stage"),
     "teardown": (*_BOTH, "stage"),
     "on_fit_start": _BOTH,
@@ -67,9 +75,20 @@ _DATA = {
     "transfer_batch_to_device": ("batch", "device", "dataloader_idx"),
     "on_after_batch_transfer": ("batch", "dataloader_idx"),
 }
-_NOT_IN_MODULES = ("setup", "teardown", "state_dict", "load_state_dict", "on_sanity_check_start", "on_sanity_check_end")
+_NOT_IN_MODULES = (
+    "setup",
+    "teardown",
+    "state_dict",
+    "load_state_dict",
+    "on_sanity_check_start",
+    "on_sanity_check_end",
+)
 MODULE = {
-    **{name: names[2:] for name, names in CALLBACK.items() if name not in _NOT_IN_MODULES and name != "on_exception"},
+    **{
+        name: names[2:]
+        for name, names in CALLBACK.items()
+        if name not in _NOT_IN_MODULES and name != "on_exception"
+    },
     **_MODULE_ONLY,
     **_DATA,
 }
@@ -80,14 +99,20 @@ def _parameters(function: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize(
-    ("cls", "table"), [(Callback, CALLBACK), (LightningModule, MODULE), (DataModule, _DATA)], ids=lambda x: str(x)[:20]
+    ("cls", "table"),
+    [(Callback, CALLBACK), (LightningModule, MODULE), (DataModule, _DATA)],
+    ids=lambda x: str(x)[:20],
 )
-def test_hooks_have_lightnings_parameter_names(cls: type, table: dict[str, tuple[str, ...]]) -> None:
+def test_hooks_have_lightnings_parameter_names(
+    cls: type, table: dict[str, tuple[str, ...]]
+) -> None:
     assert {name: _parameters(getattr(cls, name)) for name in table} == table
 
 
 def test_every_callback_of_the_library_overrides_hooks_with_the_same_names() -> None:
-    hooks = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+    hooks = [
+        name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+    ]
     classes = [getattr(library, name) for name in library.__all__]
     callbacks = [cls for cls in classes if isinstance(cls, type) and issubclass(cls, Callback)]
     assert len(callbacks) > 20

@@ -65,7 +65,10 @@ def test_bound_methods_builtins_and_objects():
 
 
 def test_unknown_hooks_and_wrong_parameters():
-    with pytest.raises(HookError, match=r"unknown hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'"):
+    with pytest.raises(
+        HookError,
+        match=r"unknown hook 'on_train_batch_ends'(.|\n)*did you mean 'on_train_batch_end'",
+    ):
         LambdaCallback(on_train_batch_ends=hear)
     with pytest.raises(HookError, match=r"take \(trainer, pl_module, outputs, batch, batch_idx\)"):
         LambdaCallback(on_train_batch_end=hear)
@@ -97,7 +100,9 @@ def test_a_function_without_a_schedule(event):
 
 def test_setup_is_an_event_too():
     calls = []
-    FunctionCallback("setup", lambda trainer, module, stage: calls.append(stage)).setup(None, None, "fit")
+    FunctionCallback("setup", lambda trainer, module, stage: calls.append(stage)).setup(
+        None, None, "fit"
+    )
     assert calls == ["fit"]
 
 
@@ -119,7 +124,9 @@ def test_setup_is_an_event_too():
 def test_the_first_event_at_or_after_each_multiple(event, every, fired):
     """Six steps of two batches, ten samples and a hundred tokens, two steps an epoch, validation at its end."""
     batches = []
-    callback = FunctionCallback(event, lambda trainer, *_: batches.append(trainer.progress.batch), every=every)
+    callback = FunctionCallback(
+        event, lambda trainer, *_: batches.append(trainer.progress.batch), every=every
+    )
     fit(callback, epochs=3, batch=torch.ones(5, 32), tokens=50, val=(), accumulate_grad_batches=2)
     assert batches == fired
 
@@ -139,8 +146,12 @@ def test_arguments_and_result():
 
 def test_a_function_that_leaves_out_the_loader_index():
     given = []
-    callback = FunctionCallback("validation_batch_start", lambda *a: given.append(len(a)), every="1ba")
-    short = FunctionCallback("validation_batch_start", lambda t, m, batch, index: given.append(index), every="1ba")
+    callback = FunctionCallback(
+        "validation_batch_start", lambda *a: given.append(len(a)), every="1ba"
+    )
+    short = FunctionCallback(
+        "validation_batch_start", lambda t, m, batch, index: given.append(index), every="1ba"
+    )
     fit(callback, short, val=())
     assert given == [5, 0]
 
@@ -179,7 +190,9 @@ def test_a_restart_keeps_the_schedule(tmp_path):
     fired = []
 
     def schedule(name):
-        return FunctionCallback("validation_end", lambda t, m: fired.append(t.progress.step), every="10st", name=name)
+        return FunctionCallback(
+            "validation_end", lambda t, m: fired.append(t.progress.step), every="10st", name=name
+        )
 
     options = {"batches": 100, "val": (), "val_check_interval": 13}
     callback = schedule("one")

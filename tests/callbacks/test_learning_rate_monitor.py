@@ -15,7 +15,10 @@ def parameter():
 
 
 def groups(**names):
-    return [{"params": parameter(), "lr": 0.1 * (i + 1), **extra} for i, extra in enumerate(names.values())]
+    return [
+        {"params": parameter(), "lr": 0.1 * (i + 1), **extra}
+        for i, extra in enumerate(names.values())
+    ]
 
 
 class Rates(TinyModule):
@@ -27,7 +30,10 @@ class Rates(TinyModule):
         super().__init__()
         self.given, self.rate = (optimizers, list(schedulers)), rate
         self.own = torch.nn.ParameterList(
-            each for optimizer in optimizers for group in optimizer.param_groups for each in group["params"]
+            each
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for each in group["params"]
         )
 
     def training_step(self, batch, batch_idx):
@@ -47,10 +53,22 @@ class Rates(TinyModule):
         return self.given
 
 
-def monitored(callback, optimizers, schedulers=(), *, batches=1, epochs=1, rate=None, ckpt_path=None, **options):
+def monitored(
+    callback,
+    optimizers,
+    schedulers=(),
+    *,
+    batches=1,
+    epochs=1,
+    rate=None,
+    ckpt_path=None,
+    **options,
+):
     """A fit with these optimizers, whose ``logged`` has what the callback logged."""
     made = trainer(callback, max_epochs=epochs, **options)
-    made.fit(Rates(optimizers, schedulers, rate), [torch.ones(2, 32)] * batches, ckpt_path=ckpt_path)
+    made.fit(
+        Rates(optimizers, schedulers, rate), [torch.ones(2, 32)] * batches, ckpt_path=ckpt_path
+    )
     return made
 
 
@@ -63,7 +81,10 @@ def names(trainer):
     [
         (lambda: [Adam(parameter())], ["lr-Adam"]),
         (lambda: [Adam(groups(a={}, b={}))], ["lr-Adam/pg1", "lr-Adam/pg2"]),
-        (lambda: [Adam(groups(a={"name": "body"}, b={"name": "head"}))], ["lr-Adam/body", "lr-Adam/head"]),
+        (
+            lambda: [Adam(groups(a={"name": "body"}, b={"name": "head"}))],
+            ["lr-Adam/body", "lr-Adam/head"],
+        ),
         (lambda: [SGD(groups(a={"name": "all"}))], ["lr-SGD/all"]),
         (
             lambda: [Adam(parameter()), SGD(parameter()), Adam(groups(a={}, b={}))],
@@ -105,16 +126,28 @@ def test_a_resumed_run_logs_the_same_steps(tmp_path):
 @pytest.mark.parametrize(
     ("interval", "logged"),
     [
-        (None, [(0, {"lr-SGD"}), (0, {"lr-Adam"}), (2, {"lr-SGD"}), (4, {"lr-SGD"}), (4, {"lr-Adam"})]),
+        (
+            None,
+            [(0, {"lr-SGD"}), (0, {"lr-Adam"}), (2, {"lr-SGD"}), (4, {"lr-SGD"}), (4, {"lr-Adam"})],
+        ),
         ("epoch", [(0, {"lr-SGD", "lr-Adam"}), (4, {"lr-SGD", "lr-Adam"})]),
-        ("step", [(0, {"lr-SGD", "lr-Adam"}), (2, {"lr-SGD", "lr-Adam"}), (4, {"lr-SGD", "lr-Adam"})]),
+        (
+            "step",
+            [(0, {"lr-SGD", "lr-Adam"}), (2, {"lr-SGD", "lr-Adam"}), (4, {"lr-SGD", "lr-Adam"})],
+        ),
     ],
 )
 def test_intervals(interval, logged):
     sgd, adam = SGD(parameter(), lr=0.1), Adam(parameter())
     schedulers = [{"scheduler": StepLR(sgd, 1), "interval": "step"}, {"scheduler": StepLR(adam, 1)}]
     made = monitored(
-        LearningRateMonitor(interval), [sgd, adam], schedulers, batches=4, epochs=2, max_steps=5, log_every_n_steps=2
+        LearningRateMonitor(interval),
+        [sgd, adam],
+        schedulers,
+        batches=4,
+        epochs=2,
+        max_steps=5,
+        log_every_n_steps=2,
     )
     assert [(step, set(values)) for step, values in made.logged] == logged
 
@@ -189,10 +222,16 @@ def test_a_rate_can_be_monitored(tmp_path):
 
     keeper = ModelCheckpoint(dirpath=tmp_path, monitor="lr-SGD", mode="min")
     trainer = Trainer(
-        max_epochs=2, callbacks=[LearningRateMonitor("epoch"), keeper], logger=False, enable_progress_bar=False
+        max_epochs=2,
+        callbacks=[LearningRateMonitor("epoch"), keeper],
+        logger=False,
+        enable_progress_bar=False,
     )
     trainer.fit(Module(lr=0.5), [torch.randn(2, 32)])
-    assert (trainer.callback_metrics["lr-SGD"].item(), keeper.best_model_score.item()) == (0.25, 0.25)
+    assert (trainer.callback_metrics["lr-SGD"].item(), keeper.best_model_score.item()) == (
+        0.25,
+        0.25,
+    )
 
 
 def test_bad_arguments():

@@ -19,7 +19,12 @@ from trainer_kit.callbacks import ModelCheckpoint, OnExceptionCheckpoint, Preemp
 from trainer_kit.checkpoint import verify_checkpoint
 from trainer_kit.core.errors import ConfigurationError
 
-QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class At(tk.Callback):
@@ -70,7 +75,13 @@ def test_a_hook_is_called_when_a_checkpoint_is_durable(tmp_path: Path, backgroun
 
     names: list[str] = []
     hook, saving = Committed(), ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-    train(Module(make_net()), make_batches(6), callbacks=[hook, saving], async_save=background, **QUIET)
+    train(
+        Module(make_net()),
+        make_batches(6),
+        callbacks=[hook, saving],
+        async_save=background,
+        **QUIET,
+    )
     assert [name for name, _ in hook.seen] == names == [f"step-{step:08d}" for step in (2, 4, 6)]
     assert all(step >= int(name[-2:]) for name, step in hook.seen)
 
@@ -85,7 +96,10 @@ def run(preemption: Preemption, tmp_path: Path, act: Any = lambda: None, code: i
         def on_train_step_end(self, trainer: Any, module: Any) -> None:
             slow()
 
-    module, saving = Classifier(make_net(), sgd), ModelCheckpoint(tmp_path / "run", every_n_epochs=1)
+    module, saving = (
+        Classifier(make_net(), sgd),
+        ModelCheckpoint(tmp_path / "run", every_n_epochs=1),
+    )
     callbacks = [saving, preemption, At(2, act), Slow()]
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGUSR2)
     with pytest.raises(SystemExit) as left:
@@ -117,7 +131,9 @@ def test_the_second_source_of_the_same_event_does_not_end_the_save(tmp_path: Pat
     def both() -> None:
         signal.raise_signal(signal.SIGUSR2)
         (tmp_path / "now").touch()
-        while any(thread.name == "preemption" for thread in threading.enumerate()):  # until it has seen the file
+        while any(
+            thread.name == "preemption" for thread in threading.enumerate()
+        ):  # until it has seen the file
             time.sleep(0.01)
 
     assert run(preemption, tmp_path, both) == 2
@@ -132,7 +148,12 @@ def test_a_signal_that_every_run_listens_to(tmp_path: Path) -> None:
             signal.raise_signal(signal.SIGTERM)
 
     with pytest.raises(SystemExit) as ended:
-        train(Classifier(make_net(), sgd), make_batches(4), callbacks=[Preemption(["SIGTERM"]), Early()], **QUIET)
+        train(
+            Classifier(make_net(), sgd),
+            make_batches(4),
+            callbacks=[Preemption(["SIGTERM"]), Early()],
+            **QUIET,
+        )
     assert ended.value.code == 128 + signal.SIGTERM
 
 
@@ -194,6 +215,7 @@ def test_several_ranks_say_that_nothing_is_saved(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="wrong"):
         trainer.fit(Classifier(make_net(), sgd), make_batches(8))
     assert (
-        any("no checkpoint is saved for this exception" in line for line in trainer.printed) == trainer.is_global_zero
+        any("no checkpoint is saved for this exception" in line for line in trainer.printed)
+        == trainer.is_global_zero
     )
     assert list(tmp_path.glob("on_exception*")) == []

@@ -31,9 +31,16 @@ class Net(TinyModule):
 
 
 def fit(keeper, steps, ckpt_path=None, **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     module = Net(Path("data"))
-    trainer = tk.Trainer(**{**quiet, "devices": 1, "max_steps": steps, "callbacks": [keeper], **options})
+    trainer = tk.Trainer(
+        **{**quiet, "devices": 1, "max_steps": steps, "callbacks": [keeper], **options}
+    )
     trainer.fit(module, BATCHES, ckpt_path=ckpt_path)
     return trainer, module
 

@@ -32,7 +32,9 @@ def _fit(*callbacks: Callback) -> Trainer:
 
 
 class _Logging(Callback):
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.log("batch", float(batch_idx), on_step=True, on_epoch=True)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -40,7 +42,13 @@ class _Logging(Callback):
         self.log_dict({"first": 2.0, "second": torch.tensor(3.0)}, prog_bar=True)
 
     def on_validation_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: Any,
+        pl_module: Any,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         self.log("validated", float(batch_idx))
 
@@ -63,7 +71,9 @@ def test_values_of_callbacks_are_reduced_like_those_of_the_module() -> None:
         ("on_train_batch_start", {"on_step": False, "on_epoch": False}, "would never be shown"),
     ],
 )
-def test_the_hook_is_checked_as_in_the_module(hook: str, options: dict[str, bool], problem: str) -> None:
+def test_the_hook_is_checked_as_in_the_module(
+    hook: str, options: dict[str, bool], problem: str
+) -> None:
     def log(self: Any, trainer: Any, pl_module: Any, *arguments: Any) -> None:
         self.log("value", 1.0, **options)
 

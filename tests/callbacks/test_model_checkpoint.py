@@ -13,7 +13,12 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.commit import write_checkpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.checkpoint.store import checkpoints, lookup
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, DurationError, NonFiniteError
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DurationError,
+    NonFiniteError,
+)
 from trainer_kit.testing import TinyModule
 
 
@@ -73,7 +78,13 @@ def test_without_validation(options, steps):
 )
 @pytest.mark.parametrize("unsized", [False, True])
 def test_with_two_validations_an_epoch(options, steps, unsized):
-    done = fit(ModelCheckpoint(**options), epochs=2, val=each("m", 1.0), val_check_interval=2, unsized=unsized)
+    done = fit(
+        ModelCheckpoint(**options),
+        epochs=2,
+        val=each("m", 1.0),
+        val_check_interval=2,
+        unsized=unsized,
+    )
     assert done.asked_at == steps
 
 
@@ -141,7 +152,11 @@ class Raises(Callback):
 @pytest.mark.parametrize(
     ("error", "options", "asked"),
     [
-        (ValueError("broken"), {"save_on_exception": True, "monitor": "loss"}, [(1, "ValueError: broken")]),
+        (
+            ValueError("broken"),
+            {"save_on_exception": True, "monitor": "loss"},
+            [(1, "ValueError: broken")],
+        ),
         (NonFiniteError("loss is NaN"), {"save_on_exception": True}, []),
         (ValueError("broken"), {}, []),
     ],
@@ -156,7 +171,9 @@ def test_at_an_exception(error, options, asked):
 @pytest.mark.world_size(2, process_group=False)
 def test_at_an_exception_of_one_rank_no_other_is_asked(tmp_path):
     error = Raises(ValueError("broken"), 1 if int(os.environ["RANK"]) == 0 else 10**9)
-    made = trainer(ModelCheckpoint(tmp_path / "kept", save_on_exception=True), error, devices=2, strategy="ddp")
+    made = trainer(
+        ModelCheckpoint(tmp_path / "kept", save_on_exception=True), error, devices=2, strategy="ddp"
+    )
     with pytest.raises(Exception) as caught:  # noqa: PT011 - rank 1 hears of it in words of its own
         made.fit(Scripted(), [BATCH] * 400)
     if int(os.environ["RANK"]) == 0:
@@ -170,7 +187,9 @@ def test_at_an_exception_of_one_rank_no_other_is_asked(tmp_path):
 @pytest.mark.parametrize(("keep", "kept"), [(1, [8]), (2, [8, 12]), (-1, [4, 8, 12])])
 def test_an_interval_that_meets_a_validation_is_scored_by_it(keep, kept):
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_top_k=keep)
-    fit(keeper, batches=100, max_steps=12, val_check_interval=4, val=each("val_loss", 5.0, 1.0, 3.0))
+    fit(
+        keeper, batches=100, max_steps=12, val_check_interval=4, val=each("val_loss", 5.0, 1.0, 3.0)
+    )
     assert steps_of(keeper.best_k_models) == kept
     assert scores(keeper) == [{4: 5.0, 8: 1.0, 12: 3.0}[step] for step in kept]
     assert keeper.best_model_path.endswith("step-00000008")
@@ -199,15 +218,28 @@ class Validates(Callback):
 
 @pytest.mark.parametrize("asks", [{}, {"save_last": True}])
 def test_a_validation_that_is_asked_for_scores_the_checkpoint_of_its_step(asks):
-    keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, filename="{step}-{val_loss}", **asks)
-    fit(keeper, Validates(2, 4, 6), batches=7, val=each("val_loss", 5.0, 1.0, 3.0), check_val_every_n_epoch=9)
-    assert (list(map(os.path.basename, keeper.best_k_models)), scores(keeper)) == (["step=4-val_loss=1.0"], [1.0])
+    keeper = ModelCheckpoint(
+        monitor="val_loss", every_n_train_steps=2, filename="{step}-{val_loss}", **asks
+    )
+    fit(
+        keeper,
+        Validates(2, 4, 6),
+        batches=7,
+        val=each("val_loss", 5.0, 1.0, 3.0),
+        check_val_every_n_epoch=9,
+    )
+    assert (list(map(os.path.basename, keeper.best_k_models)), scores(keeper)) == (
+        ["step=4-val_loss=1.0"],
+        [1.0],
+    )
 
 
 @pytest.mark.world_size(2, process_group=False)
 def test_two_ranks_score_a_checkpoint_by_the_validation_of_its_step(tmp_path):
     """One in the schedule, and one that is asked for, of which a rank knows before the other."""
-    keeper = ModelCheckpoint(tmp_path / "kept", monitor="val_loss", every_n_train_steps=25, save_last=True)
+    keeper = ModelCheckpoint(
+        tmp_path / "kept", monitor="val_loss", every_n_train_steps=25, save_last=True
+    )
     asks = [Validates(50)] if int(os.environ["RANK"]) else []
     options = {"devices": 2, "strategy": "ddp", "val_check_interval": 75}
     done = fit(keeper, *asks, batches=300, max_steps=100, val=each("val_loss", 1.0, 5.0), **options)
@@ -219,14 +251,18 @@ def test_two_ranks_score_a_checkpoint_by_the_validation_of_its_step(tmp_path):
 def test_an_interval_between_two_validations_waits_for_the_next():
     """A score that is not its own would let it beat others, or be beaten, for what it is not."""
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_top_k=-1)
-    done = fit(keeper, batches=100, max_steps=20, val_check_interval=6, val=each("val_loss", 5.0, 1.0, 3.0))
+    done = fit(
+        keeper, batches=100, max_steps=20, val_check_interval=6, val=each("val_loss", 5.0, 1.0, 3.0)
+    )
     assert done.asked_at == [6, 12, 18, 20]
     assert (steps_of(keeper.best_k_models), scores(keeper)) == ([6, 12, 18], [5.0, 1.0, 3.0])
 
 
 def test_save_last_keeps_the_newest_between_two_validations():
     keeper = ModelCheckpoint(monitor="val_loss", every_n_train_steps=4, save_last=True)
-    done = fit(keeper, batches=100, max_steps=20, val_check_interval=6, val=each("val_loss", 5.0, 1.0, 3.0))
+    done = fit(
+        keeper, batches=100, max_steps=20, val_check_interval=6, val=each("val_loss", 5.0, 1.0, 3.0)
+    )
     assert done.asked_at == [4, 6, 8, 12, 16, 18, 20]
     assert (steps_of(keeper.best_k_models), scores(keeper)) == ([12], [1.0])
     assert done.on_disk == ["step-00000012", "step-00000020"]
@@ -241,7 +277,9 @@ def test_a_value_of_the_last_epoch_is_not_the_value_of_a_step_in_this_one():
 
 def test_a_value_that_is_logged_in_steps_is_the_value_of_each_step():
     keeper = ModelCheckpoint(monitor="loss", every_n_train_steps=2, save_top_k=-1)
-    done = fit(keeper, train=each("loss", 8.0, 7.0, 6.0, None, 4.0, 3.0), batches=6, log_every_n_steps=50)
+    done = fit(
+        keeper, train=each("loss", 8.0, 7.0, 6.0, None, 4.0, 3.0), batches=6, log_every_n_steps=50
+    )
     assert done.asked_at == [2, 4, 6]
     assert scores(keeper) == [7.0, 6.0, 3.0]
 
@@ -250,7 +288,10 @@ def test_a_value_that_is_logged_in_steps_is_the_value_of_each_step():
 def test_the_counts_need_not_be_logged(name):
     keeper = ModelCheckpoint(monitor=name, mode="max", every_n_epochs=1, save_top_k=2)
     fit(keeper, epochs=3, val=each("m", 1.0, 1.0, 1.0))
-    assert (steps_of(keeper.best_k_models), scores(keeper)) == ([8, 12], [8.0, 12.0] if name == "step" else [1.0, 2.0])
+    assert (steps_of(keeper.best_k_models), scores(keeper)) == (
+        [8, 12],
+        [8.0, 12.0] if name == "step" else [1.0, 2.0],
+    )
     assert keeper.best_model_path.endswith("step-00000012")
 
 
@@ -286,7 +327,9 @@ def test_values_of_every_training_epoch_with_a_validation_every_second_one():
 
 @pytest.mark.parametrize("where", [None, True])
 def test_by_epochs_with_a_validation_every_second_one(where):
-    keeper = ModelCheckpoint(monitor="val_loss", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=where)
+    keeper = ModelCheckpoint(
+        monitor="val_loss", every_n_epochs=1, save_top_k=-1, save_on_train_epoch_end=where
+    )
     done = fit(keeper, epochs=4, val=each("val_loss", 1.0, 3.0), check_val_every_n_epoch=2)
     assert done.asked_at == [8, 16]
     assert scores(keeper) == [1.0, 3.0]
@@ -294,24 +337,35 @@ def test_by_epochs_with_a_validation_every_second_one(where):
 
 @pytest.mark.parametrize("options", [{}, {"save_on_train_epoch_end": False}, {"every_n_epochs": 1}])
 def test_a_value_that_is_never_logged(options):
-    with pytest.raises(ConfigurationError, match=r"ModelCheckpoint monitors 'val_los'(.|\n)*did you mean 'val_loss'"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"ModelCheckpoint monitors 'val_los'(.|\n)*did you mean 'val_loss'",
+    ):
         fit(ModelCheckpoint(monitor="val_los", **options), val=each("val_loss", 1.0))
 
 
 def test_a_run_never_ends_without_the_checkpoint_that_was_due():
     options = {"val": each("m", 1.0), "check_val_every_n_epoch": 5}
-    done = fit(ModelCheckpoint(monitor="x", every_n_train_steps=2), batches=9, max_steps=3, **options)
+    done = fit(
+        ModelCheckpoint(monitor="x", every_n_train_steps=2), batches=9, max_steps=3, **options
+    )
     assert [(step, reason) for step, reason, _ in done.asked] == [(3, "training ended")]
 
 
-@pytest.mark.parametrize(("mode", "values"), [("min", [2.0, math.nan, 1.0]), ("max", [1.0, math.nan, 2.0])])
+@pytest.mark.parametrize(
+    ("mode", "values"), [("min", [2.0, math.nan, 1.0]), ("max", [1.0, math.nan, 2.0])]
+)
 def test_nan_is_the_worst(mode, values):
     keeper = ModelCheckpoint(monitor="m", mode=mode, save_top_k=2)
     fit(keeper, epochs=2, val=each("m", *values[:2]))
     assert math.isinf(keeper.kth_value)
     assert keeper.kth_best_model_path.endswith("step-00000008")
     assert math.isinf(keeper.current_score)
-    fit(keeper := ModelCheckpoint(monitor="m", mode=mode, save_top_k=2), epochs=3, val=each("m", *values))
+    fit(
+        keeper := ModelCheckpoint(monitor="m", mode=mode, save_top_k=2),
+        epochs=3,
+        val=each("m", *values),
+    )
     assert scores(keeper) == [values[0], values[2]]
 
 
@@ -324,7 +378,9 @@ def test_rank_0_judges_and_names_for_all(tmp_path):
             self.log("loss", 0.25 + self.global_rank, sync_dist=False)
             return self(batch).pow(2).mean()
 
-    keeper = ModelCheckpoint(tmp_path / "kept", monitor="loss", filename="{loss:.2f}", every_n_train_steps=2)
+    keeper = ModelCheckpoint(
+        tmp_path / "kept", monitor="loss", filename="{loss:.2f}", every_n_train_steps=2
+    )
     made = trainer(keeper, devices=2, strategy="ddp", max_steps=2)
     made.fit(Own(), [BATCH] * 9)
     assert float(keeper.best_model_score) == 0.25
@@ -358,9 +414,13 @@ def test_kept_checkpoints(options, kept, best, async_save):
     assert keeper.best_model_path == expected
     if kept:
         assert str(lookup(directory, "last")) == keeper.last_model_path
-        assert read_checkpoint(keeper.last_model_path)["progress"]["step"] == int(keeper.last_model_path[-8:])
+        assert read_checkpoint(keeper.last_model_path)["progress"]["step"] == int(
+            keeper.last_model_path[-8:]
+        )
     if "monitor" in options:
-        assert len(keeper.best_k_models) == options.get("save_top_k", 1), "the spare is none of the best"
+        assert len(keeper.best_k_models) == options.get("save_top_k", 1), (
+            "the spare is none of the best"
+        )
     if best is not None and "monitor" in options:
         assert str(lookup(directory, "best")) == expected
         assert float(keeper.best_model_score) == (5.0 if options.get("mode") else 1.0)
@@ -376,7 +436,9 @@ class Disk(Callback):
         save = trainer.run.saver.save
         if save is not None and save.writing is not None:
             save.writing.wait()
-        self.seen[trainer.global_step] = steps_of(record.path.name for record in checkpoints(self.directory))
+        self.seen[trainer.global_step] = steps_of(
+            record.path.name for record in checkpoints(self.directory)
+        )
 
 
 def test_nothing_is_deleted_before_its_successor_is_durable(tmp_path):
@@ -410,7 +472,9 @@ def test_existing_checkpoints_are_neither_overwritten_nor_deleted(tmp_path):
     for step in (4, 8):
         write_checkpoint(directory / f"step-{step:08d}", {"old": {"step": step}})
     fit(ModelCheckpoint(directory), epochs=3)
-    assert {path.name for path in directory.iterdir() if not path.name.startswith((".", "run"))} == {
+    assert {
+        path.name for path in directory.iterdir() if not path.name.startswith((".", "run"))
+    } == {
         "index.json",
         "step-00000004",
         "step-00000008",
@@ -491,18 +555,28 @@ def test_a_resumed_run_asks_for_the_same_checkpoints(tmp_path, options, stop):
         ckpt_path=tmp_path / "cut" / "checkpoints" / f"step-{stop:08d}",
     )
     names = [(step, request.path.name) for step, _, request in reference.asked]
-    found = [(step, request.path.name) for step, _, request in (*cut.asked, *after.asked) if request is not None]
+    found = [
+        (step, request.path.name)
+        for step, _, request in (*cut.asked, *after.asked)
+        if request is not None
+    ]
     assert found == names
     for attribute in ("best_model_path", "last_model_path"):
-        assert os.path.basename(getattr(second, attribute)) == os.path.basename(getattr(whole, attribute))
-    assert list(map(os.path.basename, second.best_k_models)) == list(map(os.path.basename, whole.best_k_models))
+        assert os.path.basename(getattr(second, attribute)) == os.path.basename(
+            getattr(whole, attribute)
+        )
+    assert list(map(os.path.basename, second.best_k_models)) == list(
+        map(os.path.basename, whole.best_k_models)
+    )
 
 
 def test_the_state_comes_back():
     options = {"monitor": "m", "save_top_k": 2}
     keeper, again = ModelCheckpoint(**options), ModelCheckpoint(**options)
     fit(keeper, epochs=3, val=each("m", 3.0, math.nan, 1.0))
-    fit(again, epochs=3, val=each("m"), ckpt_path=keeper.last_model_path)  # nothing is left to train
+    fit(
+        again, epochs=3, val=each("m"), ckpt_path=keeper.last_model_path
+    )  # nothing is left to train
     assert again.state_dict() == keeper.state_dict()
     assert again.best_model_path == keeper.best_model_path
     assert torch.equal(again.best_model_score, torch.tensor(1.0, dtype=torch.float64))
@@ -516,7 +590,9 @@ def test_deleted_checkpoints_are_forgotten():
     fit(ModelCheckpoint(**options), epochs=3, val=each("m", 3.0, 2.0, 1.0))
     again = ModelCheckpoint(**options)
     done = fit(again, epochs=3, val=each("m", 1.0), ckpt_path="run/checkpoints/step-00000008")
-    assert [request.path.name for _, _, request in done.asked] == ["step-00000012"], "the same name again"
+    assert [request.path.name for _, _, request in done.asked] == ["step-00000012"], (
+        "the same name again"
+    )
     assert done.on_disk == ["step-00000008", "step-00000012"]
     assert (steps_of(again.best_k_models), scores(again)) == ([8, 12], [2.0, 1.0])
 
@@ -545,7 +621,9 @@ def test_another_directory(tmp_path):
     looks = Looks()
     with pytest.warns(UserWarning, match=r"now writes to .*new, no longer to .*old"):
         fit(new, looks, epochs=3, val=each("m", 2.0, 0.5), ckpt_path=old.last_model_path)
-    assert looks.seen == (old.best_model_path, 1.0), "the best of the whole run, in whichever directory it is"
+    assert looks.seen == (old.best_model_path, 1.0), (
+        "the best of the whole run, in whichever directory it is"
+    )
     assert "step-00000008-v1" in os.listdir(tmp_path / "new"), "that name was in use"
     assert new.best_model_path == new.last_model_path == str(tmp_path / "new" / "step-00000012")
     assert new.best_model_score == 0.5
@@ -556,9 +634,17 @@ def test_run_directories_that_change_with_every_run(tmp_path):
     for version, value in enumerate([1.0, 3.0, 2.0]):
         keeper = ModelCheckpoint(monitor="m")
         root = tmp_path / f"version_{version}"
-        fit(keeper, epochs=version + 1, val=each("m", value), default_root_dir=root, ckpt_path=ckpt_path)
+        fit(
+            keeper,
+            epochs=version + 1,
+            val=each("m", value),
+            default_root_dir=root,
+            ckpt_path=ckpt_path,
+        )
         ckpt_path = keeper.last_model_path
-        assert keeper.best_model_path == str(tmp_path / "version_0" / "checkpoints" / "step-00000004")
+        assert keeper.best_model_path == str(
+            tmp_path / "version_0" / "checkpoints" / "step-00000004"
+        )
         assert keeper.best_model_score == 1.0
     shutil.rmtree(tmp_path / "version_0")
     fit(keeper, epochs=3, val=each("m"), default_root_dir=root, ckpt_path=ckpt_path)
@@ -607,7 +693,10 @@ def test_verbose():
         ({"save_top_k": -2}, "save_top_k"),
         ({"save_top_k": 2}, "as monitor="),
         ({"every_n_train_steps": 2, "every_n_epochs": 1}, "takes one interval only"),
-        ({"every_n_train_steps": 2, "train_time_interval": timedelta(1)}, "takes one interval only"),
+        (
+            {"every_n_train_steps": 2, "train_time_interval": timedelta(1)},
+            "takes one interval only",
+        ),
         ({"every_n_train_steps": -1}, "zero or more"),
         ({"every_n_epochs": "often"}, "cannot be read"),
         ({"dirpath": "s4://bucket/run"}, "s4:// is an unknown storage protocol"),
@@ -626,7 +715,12 @@ def test_a_bad_interval_is_a_duration_error():
 
 def test_a_second_fit_keeps_its_own_newest(tmp_path):
     keeper = ModelCheckpoint(tmp_path, every_n_train_steps=2)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     trainer = Trainer(max_steps=8, callbacks=keeper, default_root_dir=tmp_path / "root", **options)
     trainer.fit(TinyModule(), [torch.ones(2, 32)] * 8)
     assert keeper.best_model_path == str(tmp_path / "step-00000008")
@@ -640,7 +734,8 @@ def test_a_second_fit_keeps_its_own_newest(tmp_path):
 
 def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
     with pytest.raises(
-        ConfigurationError, match=r"two callbacks have the same state(.|\n)*another monitor=, mode=, filename="
+        ConfigurationError,
+        match=r"two callbacks have the same state(.|\n)*another monitor=, mode=, filename=",
     ):
         trainer(ModelCheckpoint("a"), ModelCheckpoint("b"))
 
@@ -651,14 +746,19 @@ def test_the_error_for_two_equal_callbacks_names_the_argument_to_change():
         ("run/checkpoints/last.ckpt", 'pass "last": it is a name in the index'),
         ("elsewhere/best-v1.ckpt", 'pass "best": it is a name in the index'),
         ("run/checkpoints/step-00000005", "did you mean run/checkpoints/step-00000004?"),
-        ("step-00000004.ckpt", "pass .*/run/checkpoints/step-00000004: a checkpoint is a directory"),
+        (
+            "step-00000004.ckpt",
+            "pass .*/run/checkpoints/step-00000004: a checkpoint is a directory",
+        ),
         ("unlike", 'pass "last", or one of: .*/run/checkpoints/step-00000004$'),
     ],
 )
 def test_a_missing_path_lists_the_existing_checkpoints(path, fix):
     fit(ModelCheckpoint())
     os.mkdir("unrelated")
-    with pytest.raises(CheckpointError, match=rf"does not exist\n  found: .*\n  fix:   {fix}") as error:
+    with pytest.raises(
+        CheckpointError, match=rf"does not exist\n  found: .*\n  fix:   {fix}"
+    ) as error:
         fit(ModelCheckpoint(), epochs=2, ckpt_path=path)
     assert isinstance(error.value, FileNotFoundError)
     assert isinstance(error.value, ValueError)

@@ -71,7 +71,9 @@ def test_depth(depth, names):
 
 
 def test_sizes_are_those_of_the_real_dtypes():
-    net = nn.Sequential(nn.Linear(10, 10, bias=False).double(), nn.Linear(10, 10, bias=False).to(torch.bfloat16))
+    net = nn.Sequential(
+        nn.Linear(10, 10, bias=False).double(), nn.Linear(10, 10, bias=False).to(torch.bfloat16)
+    )
     assert summarize(net).megabytes == (100 * 8 + 100 * 2) / 1e6
 
 
@@ -103,7 +105,9 @@ def test_layers_that_are_not_initialised_yet():
     assert "some parameters are not initialised yet" in str(summarize(net))
 
 
-@pytest.mark.parametrize("example", [torch.zeros(5, 8), (torch.zeros(5, 8),), {"x": torch.zeros(5, 8)}])
+@pytest.mark.parametrize(
+    "example", [torch.zeros(5, 8), (torch.zeros(5, 8),), {"x": torch.zeros(5, 8)}]
+)
 def test_sizes_and_flops_of_an_example(example):
     net = Net(example=example)
     net.body[1].eval()
@@ -157,7 +161,9 @@ def test_a_forward_that_fails_is_a_note():
 
 def test_numbers_are_short():
     with torch.device("meta"):
-        net = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(60000, 60000), nn.Linear(9, 111, bias=False))
+        net = nn.Sequential(
+            nn.Linear(1000, 1000), nn.Linear(60000, 60000), nn.Linear(9, 111, bias=False)
+        )
     lines = str(summarize(net)).splitlines()
     assert [line.split(" | ")[2].strip() for line in lines[2:5]] == ["1 M", "3.6 B", "999"]
 
@@ -177,7 +183,8 @@ class Summarized(TinyModule):
 
 
 @pytest.mark.parametrize(
-    ("precision", "seen"), [("64-true", (torch.float64, False)), ("bf16-mixed", (torch.float32, True))]
+    ("precision", "seen"),
+    [("64-true", (torch.float64, False)), ("bf16-mixed", (torch.float32, True))],
 )
 def test_the_callback(capsys, precision, seen):
     module = Summarized()
@@ -198,7 +205,10 @@ def test_it_shows_the_memory_and_traffic_of_a_rank(capsys):
     trainer.fit(module, [torch.zeros(4, 32)])
     size = sum(4 * parameter.numel() for parameter in module.parameters())
     told = capsys.readouterr().err
-    assert f"a rank holds {size} B of parameters, {size} B of gradients, 0 B of optimizer state" in told
+    assert (
+        f"a rank holds {size} B of parameters, {size} B of gradients, 0 B of optimizer state"
+        in told
+    )
     assert "one process holds everything" in told
 
 

@@ -61,13 +61,24 @@ class Wall(Callback):
 
 
 def test_the_parts_of_the_time_add_up(tmp_path):
-    wall, monitor, keeper = Wall(), ThroughputMonitor(), ModelCheckpoint(tmp_path, every_n_train_steps=2)
+    wall, monitor, keeper = (
+        Wall(),
+        ThroughputMonitor(),
+        ModelCheckpoint(tmp_path, every_n_train_steps=2),
+    )
     made = trainer(monitor, wall, keeper, max_epochs=2, log_every_n_steps=4, async_save=False)
     made.fit(Slow(), Batches(), [BATCH])
     split = monitor.time_split()
     assert tuple(split) == SECTIONS
     assert sum(split.values()) == pytest.approx(wall.seconds, rel=0.01)
-    least = {"data": 0.02, "forward": 0.16, "backward": 0.08, "step": 0.12, "validation": 0.08, "checkpoint": 0.06}
+    least = {
+        "data": 0.02,
+        "forward": 0.16,
+        "backward": 0.08,
+        "step": 0.12,
+        "validation": 0.08,
+        "checkpoint": 0.06,
+    }
     for name, seconds in least.items():
         assert split[name] >= 0.95 * seconds, (name, split)
     step, values = made.logged[-1]
@@ -82,7 +93,9 @@ def test_it_changes_no_bit_and_counts_flops(accumulate):
     def weights(*callbacks):
         torch.manual_seed(0)
         module = TinyModule()
-        made = trainer(*callbacks, max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=accumulate)
+        made = trainer(
+            *callbacks, max_epochs=2, log_every_n_steps=1, accumulate_grad_batches=accumulate
+        )
         made.fit(module, list(torch.randn(7, 4, 32, generator=torch.Generator().manual_seed(1))))
         return made, module.layer.weight
 
@@ -113,13 +126,17 @@ def test_flops_of_several_backward_passes():
                 optimizer.step()
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)]
+            return [
+                torch.optim.SGD(layer.parameters(), lr=0.1) for layer in (self.layer, self.other)
+            ]
 
     made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=2)
     made.fit(Two(), [BATCH] * 4)
     values = made.logged[-1][1]
     one = 2 * (2 * len(BATCH) * 32 * 2)
-    assert values["train/device/flops_per_sec"] == pytest.approx(2 * one * values["train/device/batches_per_sec"])
+    assert values["train/device/flops_per_sec"] == pytest.approx(
+        2 * one * values["train/device/batches_per_sec"]
+    )
 
 
 def test_tokens_and_the_users_own_counts():
@@ -137,7 +154,10 @@ def test_time_of_before_a_restart_counts(tmp_path):
     fit(first, batches=4).save_checkpoint(tmp_path / "four")
     before = first.time_split()
     fit(second, batches=4, epochs=2, ckpt_path=tmp_path / "four")
-    assert all(second.time_split()[name] >= before[name] for name in ("data", "forward", "backward", "step"))
+    assert all(
+        second.time_split()[name] >= before[name]
+        for name in ("data", "forward", "backward", "step")
+    )
     fit(second, batches=1)
     assert second.time_split()["forward"] < before["forward"], "a new fit starts at zero"
 
@@ -180,7 +200,9 @@ def test_peaks_of_devices():
     assert device_peak("Tesla V100-SXM2-16GB", "bf16-mixed") is None, "it has no bf16"
     assert device_peak("NVIDIA H200 NVL", "bf16-mixed") == 835e12
     assert device_peak("NVIDIA GB200", "bf16-mixed") == 2500e12
-    assert device_peak("AMD Instinct MI250X", "bf16-mixed") == 191.5e12, "a device is half of a card"
+    assert device_peak("AMD Instinct MI250X", "bf16-mixed") == 191.5e12, (
+        "a device is half of a card"
+    )
     for other in (
         "NVIDIA A100-SXM4-80GB MIG 3g.40gb",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
@@ -201,23 +223,43 @@ def test_rates_are_of_all_ranks(strategy):
     made = trainer(*monitors, max_epochs=1, log_every_n_steps=2, devices=2, strategy=strategy)
     made.fit(TinyModule(), [BATCH] * 8)
     logged = {name: value for _, values in made.logged for name, value in values.items()}
-    assert logged["train/global/samples_per_sec"] == pytest.approx(7 * logged["train/global/batches_per_sec"])
-    assert logged["train/device/batches_per_sec"] == pytest.approx(logged["train/global/batches_per_sec"] / 2)
+    assert logged["train/global/samples_per_sec"] == pytest.approx(
+        7 * logged["train/global/batches_per_sec"]
+    )
+    assert logged["train/device/batches_per_sec"] == pytest.approx(
+        logged["train/global/batches_per_sec"] / 2
+    )
     assert logged["train/device/flops_per_sec"] > 0
     assert logged["cpu/memory"] > 50e6
 
 
 def test_a_waiting_rank_is_not_a_straggler():
-    fast, slow = [0.1, 1, 5, 0, 0, 0, 0, 0], [4.1, 1, 1, 0, 0, 0, 0, 0]  # the fast ones wait in backward
+    fast, slow = (
+        [0.1, 1, 5, 0, 0, 0, 0, 0],
+        [4.1, 1, 1, 0, 0, 0, 0, 0],
+    )  # the fast ones wait in backward
     assert find_straggler([fast, slow])[:2] == (1, "data")
     assert find_straggler([fast, fast, slow, fast])[:2] == (2, "data")
-    late = [0.1, 5, 1, 0, 0, 3, 0, 0]  # callbacks come after the exchange, so that the others wait in the next forward
+    late = [
+        0.1,
+        5,
+        1,
+        0,
+        0,
+        3,
+        0,
+        0,
+    ]  # callbacks come after the exchange, so that the others wait in the next forward
     assert find_straggler([[0.1, 8, 1, 0, 0, 0, 0, 0], late])[:2] == (1, "callbacks")
     assert find_straggler([[1.0] * 8] * 4) is None
     assert find_straggler([[1.0] * 8]) is None
-    assert find_straggler([[0.001, 1, 1, 0, 0, 0, 0, 0], [0.01, 1, 1, 0, 0, 0, 0, 0]]) is None, "too small to matter"
+    assert find_straggler([[0.001, 1, 1, 0, 0, 0, 0, 0], [0.01, 1, 1, 0, 0, 0, 0, 0]]) is None, (
+        "too small to matter"
+    )
     late = [[0.001, 0.01, 0.01, 0, 0, 0, 0, 0], [0.011, 0.01, 0.01, 0, 0, 0, 0, 0]]
-    assert find_straggler(late) is None, "10 ms in a logging interval of 20 ms: one turn of another process"
+    assert find_straggler(late) is None, (
+        "10 ms in a logging interval of 20 ms: one turn of another process"
+    )
     assert find_straggler([[100 * part for part in row] for row in late])[:2] == (1, "data")
 
 
@@ -238,7 +280,9 @@ def test_a_rank_that_is_slow_to_read_data_is_named(strategy):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_kit.callbacks.monitors.perf_counter", lambda: now[0])
-        made = trainer(ThroughputMonitor(), max_epochs=1, log_every_n_steps=4, devices=2, strategy=strategy)
+        made = trainer(
+            ThroughputMonitor(), max_epochs=1, log_every_n_steps=4, devices=2, strategy=strategy
+        )
         made.fit(TinyModule(), torch.utils.data.DataLoader(SlowData(), batch_size=2))
     lines = [line for line in made.printed if line.startswith("straggler")]
     if made.global_rank == 0:

@@ -101,7 +101,11 @@ def test_names_of_checkpoints():
 
     done = fit(keeper := Keeper(filename="{m:.0f}"), epochs=3, val=each("m", 1.0, 1.0, 1.0))
     assert sorted(done.on_disk) == ["m:1_v5", "m:1_v6"]
-    assert str(lookup(keeper.dirpath, "newest")) == str(lookup(keeper.dirpath, "last")) == keeper.last_model_path
+    assert (
+        str(lookup(keeper.dirpath, "newest"))
+        == str(lookup(keeper.dirpath, "last"))
+        == keeper.last_model_path
+    )
 
 
 def test_a_constant_that_is_set_on_the_instance():
@@ -115,7 +119,10 @@ def test_a_name_of_the_users_own():
         def format_checkpoint_name(self, metrics, filename=None, ver=None, prefix=None):
             return super().format_checkpoint_name(metrics, filename, ver, prefix="mine")
 
-    assert fit(Keeper(save_top_k=-1), epochs=2).on_disk == ["mine-step-00000004", "mine-step-00000008"]
+    assert fit(Keeper(save_top_k=-1), epochs=2).on_disk == [
+        "mine-step-00000004",
+        "mine-step-00000008",
+    ]
 
     class Outside(ModelCheckpoint):
         def format_checkpoint_name(self, metrics, filename=None, ver=None, prefix=None):
@@ -175,7 +182,10 @@ def test_overridden_hooks_of_idle_callbacks_are_called(base, make):
         self.steps = getattr(self, "steps", 0) + 1
 
     kind = type("Mine", (base,), {"on_train_step_end": on_train_step_end})
-    fit(callback := make(kind), **({"logger": CSVLogger("logs")} if base is LearningRateMonitor else {}))
+    fit(
+        callback := make(kind),
+        **({"logger": CSVLogger("logs")} if base is LearningRateMonitor else {}),
+    )
     assert callback.steps == 4
 
 
@@ -210,7 +220,13 @@ def test_overrides_that_would_never_be_called_are_refused(base, name, fix):
     arguments = {EarlyStopping: ("loss",), StochasticWeightAveraging: (0.1,)}
     mine = type("Mine", (base,), {name: lambda self, *args: None})
     mine = mine(*(("logs",) if issubclass(base, DirectoryLogger) else arguments.get(base, ())))
-    where = "strategy" if issubclass(base, Strategy) else "callbacks" if issubclass(base, Callback) else "logger"
+    where = (
+        "strategy"
+        if issubclass(base, Strategy)
+        else "callbacks"
+        if issubclass(base, Callback)
+        else "logger"
+    )
     with pytest.raises(ConfigurationError, match=refused):
         Trainer(**{"accelerator": "cpu", where: mine})
 
@@ -228,7 +244,9 @@ def test_names_of_the_users_own_are_free():
     assert More("kept").helper() == 4
 
 
-@pytest.mark.parametrize("room", [trainer_kit.callbacks, trainer_kit.strategies, trainer_kit.loggers])
+@pytest.mark.parametrize(
+    "room", [trainer_kit.callbacks, trainer_kit.strategies, trainer_kit.loggers]
+)
 def test_a_subclass_that_overrides_nothing_private_is_taken(room):
     """Also of abstract classes, which Python gives private attributes of its own."""
     roots = (Callback, Strategy, DirectoryLogger)

@@ -29,7 +29,11 @@ DATA = torch.arange(7.0) * 10
 
 
 def named(batch):
-    return {"twice": batch * 2, "pair": torch.stack([batch, batch], 1), "text": [f"<{int(v)}>" for v in batch]}
+    return {
+        "twice": batch * 2,
+        "pair": torch.stack([batch, batch], 1),
+        "text": [f"<{int(v)}>" for v in batch],
+    }
 
 
 def predicted(writer, loaders, how=lambda batch: batch * 2, **options):
@@ -57,11 +61,17 @@ def test_npy_and_safetensors_for_each_batch(tmp_path, workers):
     options = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
     loader = DataLoader(DATA, batch_size=3, sampler=[6, 5, 4, 3, 2, 1, 0], **options)
     predicted(PredictionWriter(tmp_path / "npy", "batch", format="npy"), loader)
-    predicted(PredictionWriter(tmp_path / "safe", "batch", format="safetensors"), loader, lambda b: (b, b + 1))
+    predicted(
+        PredictionWriter(tmp_path / "safe", "batch", format="safetensors"),
+        loader,
+        lambda b: (b, b + 1),
+    )
     for number, indices in enumerate([[6, 5, 4], [3, 2, 1], [0]]):
         name = f"predictions-0-rank0-{number:05d}"
         assert np.load(tmp_path / "npy" / f"{name}.index.npy").tolist() == indices
-        assert np.load(tmp_path / "npy" / f"{name}.prediction.npy").tolist() == [20.0 * i for i in indices]
+        assert np.load(tmp_path / "npy" / f"{name}.prediction.npy").tolist() == [
+            20.0 * i for i in indices
+        ]
         read = load_file(tmp_path / "safe" / f"{name}.safetensors")
         assert {key: value.tolist() for key, value in read.items()} == {
             "index": indices,
@@ -76,11 +86,15 @@ def test_several_loaders_and_loaders_without_indices(tmp_path):
             return iter(DATA)
 
     predicted(
-        PredictionWriter(tmp_path, format="npy"), [DataLoader(DATA, batch_size=4), DataLoader(Stream(), batch_size=4)]
+        PredictionWriter(tmp_path, format="npy"),
+        [DataLoader(DATA, batch_size=4), DataLoader(Stream(), batch_size=4)],
     )
     for loader in (0, 1):
         assert np.load(tmp_path / f"predictions-{loader}.index.npy").tolist() == list(range(7))
-        assert np.load(tmp_path / f"predictions-{loader}.prediction.npy").tolist() == (DATA * 2).tolist()
+        assert (
+            np.load(tmp_path / f"predictions-{loader}.prediction.npy").tolist()
+            == (DATA * 2).tolist()
+        )
 
 
 @pytest.mark.parametrize(
@@ -102,11 +116,15 @@ def test_mistakes(monkeypatch):
         BasePredictionWriter("batches")
     with pytest.raises(ConfigurationError, match="did you mean 'npy'"):
         PredictionWriter(".", format="npyy")
-    with pytest.raises(ConfigurationError, match="s3://bucket/out"):  # it became a directory called s3:
+    with pytest.raises(
+        ConfigurationError, match="s3://bucket/out"
+    ):  # it became a directory called s3:
         PredictionWriter("s3://bucket/out", format="npy")
     with pytest.raises(NotImplementedError, match="write_on_epoch_end"):
         predicted(BasePredictionWriter("epoch"), DataLoader(DATA))
-    monkeypatch.setattr("lightning_utilities.core.imports.RequirementCache.__bool__", lambda self: False)
+    monkeypatch.setattr(
+        "lightning_utilities.core.imports.RequirementCache.__bool__", lambda self: False
+    )
     with pytest.raises(ConfigurationError, match=r"trainer-kit\[parquet\]"):
         PredictionWriter(".")
 
@@ -117,7 +135,9 @@ def test_a_writer_of_ones_own():
             super().__init__("batch_and_epoch")
             self.batches, self.whole = [], None
 
-        def write_on_batch_end(self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx):
+        def write_on_batch_end(
+            self, trainer, pl_module, prediction, batch_indices, batch, batch_idx, dataloader_idx
+        ):
             self.batches.append((prediction.tolist(), batch_indices, batch_idx, dataloader_idx))
 
         def write_on_epoch_end(self, trainer, pl_module, predictions, batch_indices):
@@ -142,6 +162,8 @@ def test_two_ranks_write_each_sample_once(tmp_path, strategy, count):
     predicted(PredictionWriter(tmp_path / "batch", "batch", format="npy"), loader, **options)
     torch.distributed.barrier()
     assert np.load(tmp_path / "epoch" / "predictions.index.npy").tolist() == list(range(count))
-    assert np.load(tmp_path / "epoch" / "predictions.prediction.npy").tolist() == [20.0 * i for i in range(count)]
+    assert np.load(tmp_path / "epoch" / "predictions.prediction.npy").tolist() == [
+        20.0 * i for i in range(count)
+    ]
     parts = [np.load(path).tolist() for path in sorted((tmp_path / "batch").glob("*.index.npy"))]
     assert sorted(index for part in parts for index in part) == list(range(count))

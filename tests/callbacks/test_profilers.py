@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from tests.callbacks.fits import BATCH, fit, trainer
-from trainer_kit.callbacks import AdvancedProfiler, Callback, PyTorchProfiler, SimpleProfiler, profilers
+from trainer_kit.callbacks import (
+    AdvancedProfiler,
+    Callback,
+    PyTorchProfiler,
+    SimpleProfiler,
+    profilers,
+)
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
 
@@ -39,7 +45,10 @@ def test_a_table_of_parts_and_hooks():
         assert float(mean) >= 9.9
         assert found[f"{owner}.on_train_epoch_end"][0] == "2"
     assert found["Scripted.on_train_epoch_end"][0] == "2", "hooks of the module too"
-    parts = [float(found[name][0]) for name in ("data", "forward", "backward", "communication", "step", "callbacks")]
+    parts = [
+        float(found[name][0])
+        for name in ("data", "forward", "backward", "communication", "step", "callbacks")
+    ]
     whole = next(float(line.split()[3]) for line in lines if line.startswith("all of training"))
     assert sum(parts) == pytest.approx(whole, abs=0.01)
     assert not any(name.startswith("SimpleProfiler") for name in found)
@@ -54,7 +63,11 @@ def test_it_changes_neither_results_nor_the_listeners_of_hooks(tmp_path):
         return module.layer.weight, str(made.explain(module))
 
     weight, listeners = trained()
-    for profiler in (SimpleProfiler(tmp_path), AdvancedProfiler(tmp_path), PyTorchProfiler(tmp_path, row_limit=0)):
+    for profiler in (
+        SimpleProfiler(tmp_path),
+        AdvancedProfiler(tmp_path),
+        PyTorchProfiler(tmp_path, row_limit=0),
+    ):
         ours, explained = trained(profiler=profiler)
         assert torch.equal(ours, weight), type(profiler).__name__
         assert explained.count("Sleeps") == listeners.count("Sleeps") > 0
@@ -62,9 +75,13 @@ def test_it_changes_neither_results_nor_the_listeners_of_hooks(tmp_path):
 
 
 def test_functions(tmp_path):
-    made = fit(batches=3, profiler=AdvancedProfiler(tmp_path, "functions", line_count_restriction=5))
+    made = fit(
+        batches=3, profiler=AdvancedProfiler(tmp_path, "functions", line_count_restriction=5)
+    )
     stats = pstats.Stats(str(tmp_path / "functions-rank0.prof"))
-    steps = [calls for (file, _, name), (calls, *_) in stats.stats.items() if name == "training_step"]
+    steps = [
+        calls for (file, _, name), (calls, *_) in stats.stats.items() if name == "training_step"
+    ]
     assert max(steps) == 3
     assert "function calls" in made.printed[-1]
     assert sys.getprofile() is None
@@ -91,13 +108,19 @@ def test_a_snapshot_of_memory_is_of_the_recorded_steps(tmp_path, monkeypatch):
         calls.append(("record", enabled, len(steps)))
 
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", record)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path, len(steps))))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: calls.append(("dump", path, len(steps)))
+    )
 
     class Counts(Callback):
         def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
             steps.append(batch_idx)
 
-    fit(Counts(), batches=8, profiler=PyTorchProfiler(tmp_path, wait=1, warmup=1, active=2, memory_snapshot=True))
+    fit(
+        Counts(),
+        batches=8,
+        profiler=PyTorchProfiler(tmp_path, wait=1, warmup=1, active=2, memory_snapshot=True),
+    )
     assert calls == [
         ("record", "all", 2),
         ("dump", str(tmp_path / "profile-rank0.pickle"), 4),
@@ -137,7 +160,8 @@ def test_mistakes():
     with pytest.raises(ConfigurationError, match="use wait=, warmup= and active="):
         PyTorchProfiler(schedule=None)
     with pytest.raises(
-        ConfigurationError, match=r"export_to_chrome[\s\S]+did you mean|export_to_chrome[\s\S]+use one of"
+        ConfigurationError,
+        match=r"export_to_chrome[\s\S]+did you mean|export_to_chrome[\s\S]+use one of",
     ):
         PyTorchProfiler(export_to_chrome=True)
     with pytest.raises(ConfigurationError, match="did you mean 'pytorch'"):

@@ -72,14 +72,33 @@ def plain(monkeypatch):
 
 def drawn(file):
     """Every state of the line, without the fill."""
-    return [part.strip() for part in file.getvalue().replace("\n", "\r").split("\r") if part.strip()]
+    return [
+        part.strip() for part in file.getvalue().replace("\n", "\r").split("\r") if part.strip()
+    ]
 
 
-def fitted(bar, clock, *others, batches=4, val=None, values=None, seconds=0, val_seconds=0, ckpt_path=None, **options):
+def fitted(
+    bar,
+    clock,
+    *others,
+    batches=4,
+    val=None,
+    values=None,
+    seconds=0,
+    val_seconds=0,
+    ckpt_path=None,
+    **options,
+):
     """A fit with ``bar`` whose batches take so many seconds of the clock, and log ``values``."""
-    made = trainer(bar, *others, **{"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": True, **options})
+    made = trainer(
+        bar,
+        *others,
+        **{"max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": True, **options},
+    )
     module = Timed(clock, values, train=seconds, val=val_seconds)
-    made.fit(module, [BATCH] * batches if isinstance(batches, int) else batches, val, ckpt_path=ckpt_path)
+    made.fit(
+        module, [BATCH] * batches if isinstance(batches, int) else batches, val, ckpt_path=ckpt_path
+    )
     return made
 
 
@@ -88,7 +107,10 @@ def test_a_line_on_a_terminal(terminal, clock):
     fitted(TQDMProgressBar(), clock, seconds=0.5, values=values, max_epochs=3, max_steps=4)
     states = drawn(terminal)
     assert states[0].startswith("Epoch 0/2:   0%|")
-    assert any("2/4 [00:01<00:01,  2.00batch/s, loss=0.123, n=3, big=1.500e+09]" in state for state in states)
+    assert any(
+        "2/4 [00:01<00:01,  2.00batch/s, loss=0.123, n=3, big=1.500e+09]" in state
+        for state in states
+    )
     assert "4/4 [00:02<00:00,  2.00batch/s" in states[-1]
     assert terminal.getvalue().endswith("\n"), "what is printed next begins a line of its own"
 
@@ -109,11 +131,14 @@ def test_a_step_does_next_to_nothing(terminal, clock):
     calls = []
 
     def count(frame, event, argument):
-        if event == "call" and frame.f_code.co_filename.endswith("trainer_kit/callbacks/progress_bar.py"):
+        if event == "call" and frame.f_code.co_filename.endswith(
+            "trainer_kit/callbacks/progress_bar.py"
+        ):
             calls.append(frame.f_code.co_name)
 
     profiler = LambdaCallback(
-        on_train_batch_start=lambda *_: sys.setprofile(count), on_train_epoch_end=lambda *_: sys.setprofile(None)
+        on_train_batch_start=lambda *_: sys.setprofile(count),
+        on_train_epoch_end=lambda *_: sys.setprofile(None),
     )
     try:
         fitted(TQDMProgressBar(), clock, profiler, batches=10)
@@ -125,7 +150,12 @@ def test_a_step_does_next_to_nothing(terminal, clock):
 def test_refresh_rate(terminal, clock):
     fitted(TQDMProgressBar(refresh_rate=5), clock, batches=20, seconds=1, max_steps=12)
     counts = [state.split("/20")[0].split()[-1] for state in drawn(terminal)]
-    assert list(dict.fromkeys(counts)) == ["0", "5", "10", "12"]  # the last state is drawn when the epoch ends
+    assert list(dict.fromkeys(counts)) == [
+        "0",
+        "5",
+        "10",
+        "12",
+    ]  # the last state is drawn when the epoch ends
 
 
 def test_validation_borrows_the_line(terminal, clock):
@@ -136,11 +166,15 @@ def test_validation_borrows_the_line(terminal, clock):
     titles = [title for title, _ in itertools.groupby(state.split(":")[0] for state in states)]
     assert titles == ["Epoch 0/9", "Validation", "Epoch 0/9", "Validation", "Epoch 0/9"]
     assert any("3/3 [00:30" in state for state in states)
-    assert "4/4 [00:04<00:00,  1.00batch/s" in states[-1], "the time of validation is not the epoch's"
+    assert "4/4 [00:04<00:00,  1.00batch/s" in states[-1], (
+        "the time of validation is not the epoch's"
+    )
     assert "\n" not in terminal.getvalue()[:-1], "one line"
 
 
-@pytest.mark.parametrize(("leave", "lines"), [(False, ["Epoch 2/2"]), (True, ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"])])
+@pytest.mark.parametrize(
+    ("leave", "lines"), [(False, ["Epoch 2/2"]), (True, ["Epoch 0/2", "Epoch 1/2", "Epoch 2/2"])]
+)
 def test_leave_keeps_the_bars_of_finished_epochs(terminal, clock, leave, lines):
     fitted(TQDMProgressBar(leave=leave), clock, batches=2, max_epochs=3)
     assert [line.split(":")[0] for line in Screen(terminal.getvalue()).shown] == lines
@@ -153,13 +187,17 @@ def test_the_sanity_check_leaves_nothing(terminal, clock):
         found.append((drawn(terminal), Screen(terminal.getvalue()).shown))
 
     look_after = LambdaCallback(on_train_start=look)
-    fitted(TQDMProgressBar(), clock, look_after, val=[BATCH] * 9, val_seconds=1, num_sanity_val_steps=2)
+    fitted(
+        TQDMProgressBar(), clock, look_after, val=[BATCH] * 9, val_seconds=1, num_sanity_val_steps=2
+    )
     ((states, shown),) = found
     assert any(state.startswith("Sanity check:  50%") for state in states)
     assert shown == []
 
 
-@pytest.mark.parametrize(("stage", "moment"), [("validate", "Validation"), ("test", "Test"), ("predict", "Predict")])
+@pytest.mark.parametrize(
+    ("stage", "moment"), [("validate", "Validation"), ("test", "Test"), ("predict", "Predict")]
+)
 def test_other_entry_points(terminal, clock, stage, moment):
     made = trainer(TQDMProgressBar(), enable_progress_bar=True)
     quiet = {} if stage == "predict" else {"verbose": False}
@@ -169,7 +207,14 @@ def test_other_entry_points(terminal, clock, stage, moment):
 
 
 def test_an_unknown_length(terminal, clock):
-    fitted(TQDMProgressBar(), clock, batches=Unsized([BATCH] * 4), seconds=2, max_epochs=-1, max_steps=1)
+    fitted(
+        TQDMProgressBar(),
+        clock,
+        batches=Unsized([BATCH] * 4),
+        seconds=2,
+        max_epochs=-1,
+        max_steps=1,
+    )
     assert drawn(terminal)[-1].startswith("Epoch 0: 1batch [00:02")
 
 
@@ -207,7 +252,15 @@ def test_print_goes_above_the_line(terminal, clock, capsys):
 
 def test_plain_lines(plain, clock):
     seconds = [1] * 25 + [0] * 25
-    fitted(TQDMProgressBar(), clock, batches=25, val=[BATCH], seconds=seconds, values={"loss": 0.5}, max_epochs=2)
+    fitted(
+        TQDMProgressBar(),
+        clock,
+        batches=25,
+        val=[BATCH],
+        seconds=seconds,
+        values={"loss": 0.5},
+        max_epochs=2,
+    )
     assert plain.getvalue().splitlines() == [
         "Epoch 0/1: 10/25 batches, 1/s, loss=0.5",
         "Epoch 0/1: 20/25 batches, 1/s, loss=0.5",
@@ -218,7 +271,9 @@ def test_plain_lines(plain, clock):
 
 def test_print_without_a_terminal(plain, clock, capsys):
     bar = TQDMProgressBar()
-    fitted(bar, clock, LambdaCallback(on_train_batch_start=lambda *_: bar.print("hello")), batches=1)
+    fitted(
+        bar, clock, LambdaCallback(on_train_batch_start=lambda *_: bar.print("hello")), batches=1
+    )
     assert capsys.readouterr().out == "hello\n"
 
 

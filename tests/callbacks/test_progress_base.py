@@ -38,7 +38,9 @@ def test_a_custom_bar_replaces_the_default_bar():
     made = trainer(bar, max_epochs=2, enable_progress_bar=True)
     assert [type(callback) for callback in made.callbacks] == [Percent]
     made.fit(TinyModule(), [BATCH] * 4)
-    assert bar.lines == [f"Epoch {e}/1: {p}" for e in (0, 1) for p in ("25.0", "50.0", "75.0", "100.0")]
+    assert bar.lines == [
+        f"Epoch {e}/1: {p}" for e in (0, 1) for p in ("25.0", "50.0", "75.0", "100.0")
+    ]
     assert made.progress_bar_callback is bar
 
 
@@ -91,7 +93,9 @@ def test_the_trainer_is_missing_before_the_first_entry_point():
 
 def test_the_summary_names_best_checkpoint_time_and_logs(tmp_path):
     best = ModelCheckpoint(monitor="m", mode="max")
-    made = trainer(best, max_epochs=3, enable_progress_bar=True, logger=CSVLogger(tmp_path / "logs"))
+    made = trainer(
+        best, max_epochs=3, enable_progress_bar=True, logger=CSVLogger(tmp_path / "logs")
+    )
     made.fit(Scripted(val=each("m", 1.0, 3.5, 2.0)), [BATCH] * 4, [BATCH])
     lines = made.printed[-4:]
     assert re.fullmatch(r"fit: 12 steps to step 12 in \d+\.\d s( = .*)?", lines[0])
@@ -118,7 +122,9 @@ def test_the_summary_splits_the_time(monkeypatch, tmp_path):
 
     made = trainer(max_epochs=1, enable_progress_bar=True)
     made.fit(Slow(), [BATCH] * 2, [BATCH])
-    assert made.printed == ["fit: 2 steps to step 2 in 8.0 s = setup 1.0 s + training 4.0 s + validation 3.0 s"]
+    assert made.printed == [
+        "fit: 2 steps to step 2 in 8.0 s = setup 1.0 s + training 4.0 s + validation 3.0 s"
+    ]
 
 
 @pytest.mark.parametrize("options", [{"enable_progress_bar": False}, {"fast_dev_run": True}])

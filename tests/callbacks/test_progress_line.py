@@ -38,7 +38,9 @@ def drawn(monkeypatch, columns, names, batches):
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     text = b""
     with os.fdopen(slave, "w") as stderr:
-        monkeypatch.setattr("trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=stderr))
+        monkeypatch.setattr(
+            "trainer_kit.callbacks.progress_bar.sys", SimpleNamespace(stderr=stderr)
+        )
         tk.Trainer(
             max_epochs=1,
             log_every_n_steps=1,
@@ -78,4 +80,7 @@ def test_values_come_before_decoration(monkeypatch, columns, parts):
 
 
 def test_braces_in_a_name_are_text(monkeypatch):
-    assert "{x}_loss=" in drawn(monkeypatch, 20, ("{x}_loss", "something_else"), [torch.randn(4, 32)] * 2)[-1]
+    assert (
+        "{x}_loss="
+        in drawn(monkeypatch, 20, ("{x}_loss", "something_else"), [torch.randn(4, 32)] * 2)[-1]
+    )

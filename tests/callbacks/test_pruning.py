@@ -65,7 +65,9 @@ def test_it_trains_as_with_torchs_own_hooks():
             plain.training_step(batch, 0).backward()
             nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             optimizer.step()
-        plain.net(BATCHES[0])  # torch's hooks renew the masked weights, which it compares, in a forward
+        plain.net(
+            BATCHES[0]
+        )  # torch's hooks renew the masked weights, which it compares, in a forward
         prune.global_unstructured(
             [(plain.net[0], "weight"), (plain.net[2], "weight")], prune.L1Unstructured, amount=0.5
         )
@@ -88,7 +90,12 @@ def test_weights_go_back_to_their_first_values():
 
 @pytest.mark.parametrize(("fn", "norm"), [("ln_structured", 1), ("random_structured", None)])
 def test_whole_slices(fn, norm):
-    options = {"pruning_dim": 0, "pruning_norm": norm, "amount": 2, "use_lottery_ticket_hypothesis": False}
+    options = {
+        "pruning_dim": 0,
+        "pruning_norm": norm,
+        "amount": 2,
+        "use_lottery_ticket_hypothesis": False,
+    }
     module = fitted(ModelPruning(fn, parameter_names=["weight"], **options), epochs=2)
     for weight in module.weights:
         assert int((weight == 0).all(1).sum()) == 4
@@ -109,7 +116,9 @@ def test_functions_of_the_epoch_and_chosen_parameters():
     made.fit(module, BATCHES)
     assert int((module.net[0].weight == 0).sum()) == 0
     assert int((module.net[2].weight == 0).sum()) == 3 + 5
-    assert made.printed == [f"pruned {n / 50:.1%} of 1 parameters after epoch {e}" for e, n in ((0, 3), (2, 8))]
+    assert made.printed == [
+        f"pruned {n / 50:.1%} of 1 parameters after epoch {e}" for e, n in ((0, 3), (2, 8))
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")

@@ -75,7 +75,11 @@ def test_kept_checkpoints_do_not_depend_on_when_saves_finish(keep):
         path = f"step-{index}"
         for held in (prompt, tardy):
             held.ask(path, chosen)
-        assert (prompt.kept, prompt.newest, prompt.yielding) == (tardy.kept, tardy.newest, tardy.yielding)
+        assert (prompt.kept, prompt.newest, prompt.yielding) == (
+            tardy.kept,
+            tardy.newest,
+            tardy.yielding,
+        )
         disk.add(path)
         disk.difference_update(prompt.confirm(path))
         assert path in disk, "the newest is never deleted"

@@ -21,7 +21,9 @@ def drawn(bar, *others, width=80, batches=4, val=None, values=None, **options):
     """The lines on the terminal, each once, of a fit whose batches take half a second each."""
     file, now = io.StringIO(), [0.0]
     bar._console_kwargs.update(file=file, force_terminal=True, width=width, color_system=None)
-    made = trainer(bar, *others, max_epochs=1, log_every_n_steps=1, enable_progress_bar=True, **options)
+    made = trainer(
+        bar, *others, max_epochs=1, log_every_n_steps=1, enable_progress_bar=True, **options
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("trainer_kit.callbacks.progress_bar.monotonic", lambda: now[0])
         patch.setattr("trainer_kit.callbacks.rich_displays.monotonic", lambda: now[0])
@@ -46,7 +48,10 @@ def test_columns_theme_and_overrides():
 
     class Bar(RichProgressBar):
         def configure_columns(self, trainer):
-            return [*super().configure_columns(trainer), TextColumn("<{task.completed:.0f} of " + "{task.total:.0f}>")]
+            return [
+                *super().configure_columns(trainer),
+                TextColumn("<{task.completed:.0f} of " + "{task.total:.0f}>"),
+            ]
 
         def get_metrics(self, trainer, module):
             return {**super().get_metrics(trainer, module), "note": "warm"}
@@ -58,14 +63,19 @@ def test_columns_theme_and_overrides():
 
 
 def test_validation_and_sanity_check_share_the_line():
-    titles = [line.split()[0] for line in drawn(RichProgressBar(), val=[BATCH], num_sanity_val_steps=1)]
+    titles = [
+        line.split()[0] for line in drawn(RichProgressBar(), val=[BATCH], num_sanity_val_steps=1)
+    ]
     assert {"Sanity", "Epoch", "Validation"} <= set(titles)
 
 
 def test_print_goes_above_the_line(capsys):
     bar = RichProgressBar()
     lines = drawn(
-        bar, LambdaCallback(on_train_batch_end=lambda *_: bar.print("[hello]", file=bar._console_kwargs["file"]))
+        bar,
+        LambdaCallback(
+            on_train_batch_end=lambda *_: bar.print("[hello]", file=bar._console_kwargs["file"])
+        ),
     )
     assert "[hello]" in lines
     drawn(bar, LambdaCallback(on_train_batch_end=lambda *_: bar.print("to stdout")), batches=1)
@@ -82,20 +92,26 @@ def test_no_thread_and_no_redirection_are_left():
     with pytest.raises(ValueError, match="stop here"):
         drawn(
             RichProgressBar(),
-            LambdaCallback(on_before_optimizer_step=lambda *_: (_ for _ in ()).throw(ValueError("stop here"))),
+            LambdaCallback(
+                on_before_optimizer_step=lambda *_: (_ for _ in ()).throw(ValueError("stop here"))
+            ),
         )
     assert (sys.stdout, sys.stderr) == before
 
 
 @pytest.mark.parametrize("kind", [RichProgressBar, RichModelSummary])
 def test_without_rich_the_extra_is_named(kind, monkeypatch):
-    monkeypatch.setattr("lightning_utilities.core.imports.RequirementCache.__bool__", lambda self: False)
+    monkeypatch.setattr(
+        "lightning_utilities.core.imports.RequirementCache.__bool__", lambda self: False
+    )
     with pytest.raises(ConfigurationError, match=r"needs rich(.|\n)*trainer-kit\[rich\]"):
         kind()
 
 
 def test_the_table_of_a_module(capsys):
-    made = trainer(summary := RichModelSummary(max_depth=1), max_epochs=1, enable_model_summary=True)
+    made = trainer(
+        summary := RichModelSummary(max_depth=1), max_epochs=1, enable_model_summary=True
+    )
     assert made.callbacks == [summary]
     module = Scripted(val=each("m"))
     module.example_input_array = torch.ones(2, 32)

@@ -15,7 +15,12 @@ from tests.parity.plain import Batch, Classifier, assert_same, make_batches, mak
 from trainer_kit.callbacks import ModelCheckpoint, NaNGuard, ReplayCheck, SpikeDetection
 from trainer_kit.core.errors import ConfigurationError, TrainerKitError
 
-QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 RUN = {**QUIET, "enable_checkpointing": False}
 
 
@@ -34,7 +39,9 @@ class Spiking(Classifier):
 @pytest.mark.parametrize("k", [1, 2])
 def test_the_step_of_a_spike_is_named(every: int, k: int) -> None:
     options = {**RUN, "log_every_n_steps": every, "accumulate_grad_batches": k}
-    with pytest.raises(TrainerKitError, match=rf"the loss jumped to .* at step {9 // k + 1}\n.*mean of the"):
+    with pytest.raises(
+        TrainerKitError, match=rf"the loss jumped to .* at step {9 // k + 1}\n.*mean of the"
+    ):
         train(Spiking(9), make_batches(20), callbacks=[SpikeDetection()], **options)
     train(Spiking(9, by=1.5), make_batches(20), callbacks=[SpikeDetection()], **options)
 
@@ -42,7 +49,9 @@ def test_the_step_of_a_spike_is_named(every: int, k: int) -> None:
 def test_stop_saves_and_warn_continues(tmp_path: Path) -> None:
     saving = ModelCheckpoint(tmp_path, every_n_epochs=1)
     stopping, warning = SpikeDetection(action="stop"), SpikeDetection(action="warn")
-    trainer = train(Spiking(9), make_batches(20), callbacks=[stopping, saving], log_every_n_steps=1, **QUIET)
+    trainer = train(
+        Spiking(9), make_batches(20), callbacks=[stopping, saving], log_every_n_steps=1, **QUIET
+    )
     assert trainer.global_step == 10
     plain, module = Spiking(9), Spiking(9)
     train(plain, make_batches(20))
@@ -121,7 +130,9 @@ def test_a_replayed_step_changes_nothing(k: int) -> None:
     hooks: list[int] = []
 
     class Count(tk.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             hooks.append(batch_idx)
 
     plain, module = Corrupt(dropout=0.4, norm=True), Corrupt(dropout=0.4, norm=True)
@@ -140,7 +151,8 @@ def test_a_replayed_step_changes_nothing(k: int) -> None:
 def test_a_wrong_result_is_an_error_before_the_step(at: int) -> None:
     module = Corrupt(at)
     with pytest.raises(
-        TrainerKitError, match=r"(?s)step 3 gave different results.*on rank 0\n.*cpu: the loss and 4 grad"
+        TrainerKitError,
+        match=r"(?s)step 3 gave different results.*on rank 0\n.*cpu: the loss and 4 grad",
     ):
         train(module, make_batches(6), callbacks=[ReplayCheck(every=3)], **RUN)
     plain = Corrupt()
@@ -158,17 +170,23 @@ class Rows(tk.TrainModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.calls += 1
-        return (self.rows(batch).sum() + self.weight.sum()) * (self.by if self.calls == self.at else 0.0) + 1.0
+        return (self.rows(batch).sum() + self.weight.sum()) * (
+            self.by if self.calls == self.at else 0.0
+        ) + 1.0
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
 @pytest.mark.parametrize(("by", "sparse"), [(-0.0, False), (1.0, True)])
-def test_the_sign_of_a_zero_counts_and_sparse_gradients_are_compared(by: float, sparse: bool) -> None:
+def test_the_sign_of_a_zero_counts_and_sparse_gradients_are_compared(
+    by: float, sparse: bool
+) -> None:
     batches, options = [torch.tensor([1, 5, 5])] * 4, {**RUN, "callbacks": [ReplayCheck(every=2)]}
     train(Rows(sparse=sparse), batches, **options)
-    with pytest.raises(TrainerKitError, match="step 2 gave different results when it was repeated on rank 0"):
+    with pytest.raises(
+        TrainerKitError, match="step 2 gave different results when it was repeated on rank 0"
+    ):
         train(Rows(3, by, sparse), batches, **options)
 
 
@@ -180,10 +198,17 @@ def test_the_rank_is_named() -> None:
     train(plain, make_batches(8), **options)
     train(module, make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
     torch.testing.assert_close(module.state_dict(), plain.state_dict())
-    with pytest.raises(TrainerKitError, match=r"step 2 gave different results when it was repeated on rank 1\n"):
+    with pytest.raises(
+        TrainerKitError, match=r"step 2 gave different results when it was repeated on rank 1\n"
+    ):
         train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **options)
     with pytest.raises(TrainerKitError, match=r"step 2 gave different results"):
-        train(Corrupt(3, rank=1), make_batches(8), callbacks=[ReplayCheck(every=2)], **{**options, "strategy": "fsdp"})
+        train(
+            Corrupt(3, rank=1),
+            make_batches(8),
+            callbacks=[ReplayCheck(every=2)],
+            **{**options, "strategy": "fsdp"},
+        )
     with pytest.raises(TrainerKitError, match=r"at step 3\n"):
         train(Spiking(2, rank=1), make_batches(16), callbacks=[SpikeDetection()], **options)
 

@@ -68,7 +68,9 @@ def test_it_requests_the_stop_at_each_step_and_prints_it_once(clock):
 
 
 def test_by_epochs(clock):
-    made = timed(clock, Timer("10s", interval="epoch", verbose=False), seconds=20, batches=2, max_epochs=3)
+    made = timed(
+        clock, Timer("10s", interval="epoch", verbose=False), seconds=20, batches=2, max_epochs=3
+    )
     assert (len(made.stops), made.global_step) == (1, 2)
     assert not any("time limit reached" in line for line in made.printed)
 
@@ -76,10 +78,14 @@ def test_by_epochs(clock):
 def test_time_before_a_restart_counts(clock, tmp_path):
     before, after, restored = Timer("10s"), Timer("10s"), []
     first = timed(clock, before, seconds=7, max_steps=1)
-    assert before.state_dict() == {"time_elapsed": {"train": 7.0, "validate": 0.0, "test": 0.0, "predict": 0.0}}
+    assert before.state_dict() == {
+        "time_elapsed": {"train": 7.0, "validate": 0.0, "test": 0.0, "predict": 0.0}
+    }
     assert not first.stops
     first.save_checkpoint(tmp_path / "one")
-    note = LambdaCallback(on_fit_start=lambda *_: restored.append((after.time_elapsed(), after.time_remaining())))
+    note = LambdaCallback(
+        on_fit_start=lambda *_: restored.append((after.time_elapsed(), after.time_remaining()))
+    )
     second = timed(clock, after, note, seconds=2, ckpt_path=tmp_path / "one")
     assert restored == [(7.0, 3.0)]
     assert (second.stops, second.global_step) == (["training took 0:00:11 of 0:00:10"], 3)
@@ -111,6 +117,11 @@ def test_stages(clock):
     made.test(module, [BATCH], verbose=False)
     made.predict(module, [BATCH])
     clock(100)
-    assert [timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")] == [3.0, 2.0, 3.0, 4.0]
+    assert [timer.time_elapsed(stage) for stage in ("train", "validate", "test", "predict")] == [
+        3.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
     assert (timer.start_time("train"), timer.end_time("train")) == (100.0, 103.0)
     assert not made.stops

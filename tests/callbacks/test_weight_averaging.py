@@ -13,7 +13,12 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_a
 
 import trainer_kit as tk
 from tests.parity.plain import Classifier, make_batches, make_net
-from trainer_kit.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging, WeightAveraging
+from trainer_kit.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.testing import TinyModule
@@ -40,8 +45,19 @@ def copied(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def train(module: tk.TrainModule, callbacks: Any, **options: Any) -> tk.Trainer:
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    options = {"max_epochs": 3, "accumulate_grad_batches": 2, "num_sanity_val_steps": 0, **quiet, **options}
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    options = {
+        "max_epochs": 3,
+        "accumulate_grad_batches": 2,
+        "num_sanity_val_steps": 0,
+        **quiet,
+        **options,
+    }
     start = options.pop("ckpt_path", None)
     torch.manual_seed(11)
     trainer = tk.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, **options)
@@ -67,12 +83,18 @@ class Beside(tk.Callback):
             self.average.update_parameters(module)
 
     def floats(self) -> dict[str, torch.Tensor]:
-        return {n: v.clone() for n, v in self.average.module.state_dict().items() if v.is_floating_point()}
+        return {
+            n: v.clone()
+            for n, v in self.average.module.state_dict().items()
+            if v.is_floating_point()
+        }
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
         if self.average.n_averaged:
             shown = {n: v for n, v in module.validated[-1].items() if v.is_floating_point()}
-            assert_same(shown, self.floats(), 1e-6 if len(self.steps) > 2 else 0.0)  # torch has two ways to a mean
+            assert_same(
+                shown, self.floats(), 1e-6 if len(self.steps) > 2 else 0.0
+            )  # torch has two ways to a mean
         elif self.steps:
             assert_same(module.validated[-1], self.own[-1], 0.0)
         assert_same(copied(module), self.own[-1], 0.0)  # its own again
@@ -86,14 +108,22 @@ def test_as_torch_averages(tmp_path: Path) -> None:
         (
             (
                 EMAWeightAveraging(
-                    decay=DECAY, update_every_n_steps=3, update_starting_at_step=4, update_starting_at_epoch=1
+                    decay=DECAY,
+                    update_every_n_steps=3,
+                    update_starting_at_step=4,
+                    update_starting_at_epoch=1,
                 ),
                 (6, 9),
                 (1, 2),
                 {"multi_avg_fn": get_ema_multi_avg_fn(DECAY)},
             ),
             (WeightAveraging(), range(12), (), {}),
-            (WeightAveraging("cpu", avg_fn=get_ema_avg_fn(0.5)), range(12), (), {"avg_fn": get_ema_avg_fn(0.5)}),
+            (
+                WeightAveraging("cpu", avg_fn=get_ema_avg_fn(0.5)),
+                range(12),
+                (),
+                {"avg_fn": get_ema_avg_fn(0.5)},
+            ),
         )
     ):
         module = Norms()
@@ -103,7 +133,9 @@ def test_as_torch_averages(tmp_path: Path) -> None:
         assert_same(beside.own[-1], copied(plain), 0.0)  # training is as without
         assert callback.n_averaged == int(beside.average.n_averaged)
         found = copied(module)
-        assert_same({n: v for n, v in found.items() if v.is_floating_point()}, beside.floats(), 1e-6)
+        assert_same(
+            {n: v for n, v in found.items() if v.is_floating_point()}, beside.floats(), 1e-6
+        )
         assert int(found["net.1.num_batches_tracked"]) == 21  # whole numbers are copied
         state = read_checkpoint(keeper.last_model_path)
         assert_same(state["model"], found, 0.0)
@@ -117,7 +149,10 @@ def test_as_torch_averages(tmp_path: Path) -> None:
 
 def resumable(root: Path) -> list[Any]:
     keeper = ModelCheckpoint(root, every_n_train_steps=1, save_top_k=-1, save_last=True)
-    return [EMAWeightAveraging(decay=DECAY, update_every_n_steps=2, update_starting_at_epoch=0), keeper]
+    return [
+        EMAWeightAveraging(decay=DECAY, update_every_n_steps=2, update_starting_at_epoch=0),
+        keeper,
+    ]
 
 
 @pytest.mark.slow
@@ -131,11 +166,17 @@ def test_a_run_resumed_at_any_step_has_the_same_averages(tmp_path: Path) -> None
     assert len(paths) == 12
     expected = read_checkpoint(paths[-1])
     ends = [str(path) for path in paths[:-1]]
-    for steps in (5, 7):  # a run that ended inside of an epoch, and one that is saved once more when it is over
+    for steps in (
+        5,
+        7,
+    ):  # a run that ended inside of an epoch, and one that is saved once more when it is over
         short = Norms()
         early = train(short, resumable(tmp_path / f"to-{steps}"), max_steps=steps, **options)
         early.save_checkpoint(tmp_path / f"after-{steps}")
-        ends += [str(tmp_path / f"to-{steps}" / f"step-{steps:08d}"), str(tmp_path / f"after-{steps}")]
+        ends += [
+            str(tmp_path / f"to-{steps}" / f"step-{steps:08d}"),
+            str(tmp_path / f"after-{steps}"),
+        ]
     for path in ends:
         again = Norms()
         keepers = resumable(tmp_path / "again")
@@ -151,7 +192,13 @@ def test_a_run_resumed_at_any_step_has_the_same_averages(tmp_path: Path) -> None
     assert_same(copied(alone), {**expected["model"], **expected["current_model_state"]}, 0.0)
     # And with it from a run that had none, which it says.
     anew = EMAWeightAveraging(decay=DECAY)
-    train(Norms(), anew, ckpt_path=str(next((tmp_path / "alone").glob("step-*"))), max_epochs=4, **options)
+    train(
+        Norms(),
+        anew,
+        ckpt_path=str(next((tmp_path / "alone").glob("step-*"))),
+        max_epochs=4,
+        **options,
+    )
     assert anew.n_averaged == 6  # steps 11 to 16
 
 
@@ -179,7 +226,9 @@ class Regrown(Norms):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
-def test_a_replaced_average_starts_from_scratch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_replaced_average_starts_from_scratch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def mean(own: list[Any], name: str) -> torch.Tensor:
         return torch.stack([one[name] for one in own]).mean(0)
 
@@ -203,12 +252,19 @@ def test_a_replaced_average_starts_from_scratch(tmp_path: Path, capsys: pytest.C
             own = beside.own[4:] if name.startswith("net.4") else beside.own
             torch.testing.assert_close(found[name], expected(own, name), rtol=0, atol=1e-6)
         first_since = module.validated[2]["net.4.weight"]  # each validates two batches
-        torch.testing.assert_close(first_since, expected(beside.own[4:6], "net.4.weight"), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            first_since, expected(beside.own[4:6], "net.4.weight"), rtol=0, atol=1e-6
+        )
         last = read_checkpoint(keeper.last_model_path)
         assert_same(last["model"], found, 0.0)
         assert_same({**last["model"], **last["current_model_state"]}, beside.own[-1], 0.0)
         again, resumed = Regrown(), callback()
-        train(again, resumed, val_check_interval=4, ckpt_path=str(tmp_path / str(number) / "step-00000009"))
+        train(
+            again,
+            resumed,
+            val_check_interval=4,
+            ckpt_path=str(tmp_path / str(number) / "step-00000009"),
+        )
         assert_same(copied(again), found, 0.0)
 
 
@@ -254,7 +310,10 @@ def test_after_an_exception_the_module_has_its_own_weights(tmp_path: Path) -> No
 @pytest.mark.slow
 def test_sixteen_bits_are_averaged_in_thirty_two(tmp_path: Path) -> None:
     module = Norms(dropout=0.0, norm=False)
-    ema, keeper = EMAWeightAveraging(decay=0.999), ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+    ema, keeper = (
+        EMAWeightAveraging(decay=0.999),
+        ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1),
+    )
     train(module, [ema, keeper], precision="bf16-true", max_steps=6)
     states = [read_checkpoint(path) for path in sorted(tmp_path.glob("step-*"))]
     exact = states[0]["current_model_state"]["net.0.weight"].float()
@@ -262,11 +321,19 @@ def test_sixteen_bits_are_averaged_in_thirty_two(tmp_path: Path) -> None:
         exact.lerp_(state["current_model_state"]["net.0.weight"].float(), 1 - 0.999)
     kept = states[-1]["averaging_state"]["averages"]["net.0.weight"]
     torch.testing.assert_close(kept, exact, rtol=0, atol=0)
-    assert not torch.equal(kept, states[0]["current_model_state"]["net.0.weight"].float())  # too small for bf16
+    assert not torch.equal(
+        kept, states[0]["current_model_state"]["net.0.weight"].float()
+    )  # too small for bf16
     assert torch.equal(states[-1]["model"]["net.0.weight"], kept.bfloat16())
     again = EMAWeightAveraging(decay=0.999)
     other = Norms(dropout=0.0, norm=False)
-    train(other, again, precision="bf16-true", max_steps=6, ckpt_path=sorted(map(str, tmp_path.glob("step-*")))[2])
+    train(
+        other,
+        again,
+        precision="bf16-true",
+        max_steps=6,
+        ckpt_path=sorted(map(str, tmp_path.glob("step-*")))[2],
+    )
     assert again._averages is not None
     assert torch.equal(again._averages.state(beside=False)["averages"]["net.0.weight"], kept)
 
@@ -300,12 +367,21 @@ class Stepped(Norms):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
-def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp_path: Path) -> None:
+def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(
+    tmp_path: Path,
+) -> None:
     def callbacks(path: Path, **options: Any) -> list[Any]:
         keeper = ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1, save_last=True)
-        return [StochasticWeightAveraging(**{"swa_lrs": 0.01, "annealing_epochs": 2, **options}), keeper]
+        return [
+            StochasticWeightAveraging(**{"swa_lrs": 0.01, "annealing_epochs": 2, **options}),
+            keeper,
+        ]
 
-    options: dict[str, Any] = {"max_epochs": 5, "accumulate_grad_batches": 7, "default_root_dir": tmp_path}
+    options: dict[str, Any] = {
+        "max_epochs": 5,
+        "accumulate_grad_batches": 7,
+        "default_root_dir": tmp_path,
+    }
     for number, start in enumerate((3, 0.6)):  # the third of five epochs
         swa, keeper = callbacks(tmp_path / str(number), swa_epoch_start=start)
         module = Stepped()
@@ -329,7 +405,9 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp
         assert again.rates == module.rates[7 * step :]
         assert found["lr_schedulers"] == expected["lr_schedulers"]
     at_once = Stepped()
-    train(at_once, callbacks(tmp_path / "at-once", annealing_epochs=0, swa_epoch_start=2), **options)
+    train(
+        at_once, callbacks(tmp_path / "at-once", annealing_epochs=0, swa_epoch_start=2), **options
+    )
     assert at_once.rates[::7] == [0.1, 0.01, 0.01, 0.01, 0.01]
     again = Stepped()
     resumed = callbacks(tmp_path / "again-at-once", annealing_epochs=0, swa_epoch_start=2)
@@ -349,7 +427,9 @@ def test_stochastic_weight_averaging_is_the_mean_of_the_epochs_that_it_names(tmp
         (0.1, 1, [0.1, 0.02, 0.02, 0.02, 0.02, 0.02]),
     ],
 )
-def test_the_learning_rate_of_each_epoch_is_that_of_lightning(start: Any, annealing: int, rates: list[float]) -> None:
+def test_the_learning_rate_of_each_epoch_is_that_of_lightning(
+    start: Any, annealing: int, rates: list[float]
+) -> None:
     seen = []
 
     class Rates(TinyModule):
@@ -361,17 +441,25 @@ def test_the_learning_rate_of_each_epoch_is_that_of_lightning(start: Any, anneal
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     swa = StochasticWeightAveraging(0.02, start, annealing, "linear")
-    trainer = tk.Trainer(max_epochs=6, callbacks=[swa], enable_checkpointing=False, logger=False, accelerator="cpu")
+    trainer = tk.Trainer(
+        max_epochs=6, callbacks=[swa], enable_checkpointing=False, logger=False, accelerator="cpu"
+    )
     trainer.fit(Rates(), [torch.ones(2, 32)])
     assert seen == pytest.approx(rates)
 
 
 def test_arguments() -> None:
-    for wrong in ({"swa_lrs": 0}, {"swa_lrs": 0.1, "swa_epoch_start": 0}, {"swa_lrs": 0.1, "swa_epoch_start": 1.5}):
+    for wrong in (
+        {"swa_lrs": 0},
+        {"swa_lrs": 0.1, "swa_epoch_start": 0},
+        {"swa_lrs": 0.1, "swa_epoch_start": 1.5},
+    ):
         with pytest.raises(ConfigurationError, match="positive learning rates"):
             StochasticWeightAveraging(**wrong)
     quiet: dict[str, Any] = {"enable_checkpointing": False}
-    with pytest.raises(ConfigurationError, match=r"1 optimizers with \[1\] parameter groups, 2 learning rates"):
+    with pytest.raises(
+        ConfigurationError, match=r"1 optimizers with \[1\] parameter groups, 2 learning rates"
+    ):
         train(Norms(), StochasticWeightAveraging([0.1, 0.2]), **quiet)
     with pytest.raises(ConfigurationError, match="a fraction of an unknown number of epochs"):
         train(Norms(), StochasticWeightAveraging(0.1), max_epochs=-1, max_steps=2, **quiet)

@@ -58,7 +58,9 @@ def test_a_wrong_argument_is_answered_at_once(name: str, arguments: dict[str, An
 def test_what_fits_is_taken() -> None:
     import numpy as np
 
-    assert callbacks.EarlyStopping("loss", patience=np.int64(3), min_delta=1, verbose=1).patience == 3
+    assert (
+        callbacks.EarlyStopping("loss", patience=np.int64(3), min_delta=1, verbose=1).patience == 3
+    )
     assert callbacks.EarlyStopping("loss", verbose=np.bool_(True)).verbose
     assert callbacks.SpikeDetection(rtol=2).rtol == 2
     assert callbacks.PredictionWriter(PurePath("written")).output_dir == Path("written")

@@ -39,11 +39,15 @@ def _same(a, b):
     if isinstance(a, np.ndarray | np.generic):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
     if isinstance(a, dict):
-        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a.items(), b.items(), strict=True))
+        return len(a) == len(b) and all(
+            _same(x, y) for x, y in zip(a.items(), b.items(), strict=True)
+        )
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, float):
-        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+        return (math.isnan(a) and math.isnan(b)) or (
+            a == b and math.copysign(1, a) == math.copysign(1, b)
+        )
     if isinstance(a, complex):
         return _same(a.real, b.real) and _same(a.imag, b.imag)
     return bool(a == b)

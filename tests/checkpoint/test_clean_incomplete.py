@@ -50,7 +50,9 @@ commit.write_checkpoint(path, {"model": {"w": torch.ones(3)}}, overwrite=True)
         ("yes", "sync_directory:1", "new"),
     ],
 )
-def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(saved, tmp_path, programs, exchange, moment, winner):
+def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(
+    saved, tmp_path, programs, exchange, moment, winner
+):
     if exchange == "yes" and sys.platform != "linux":
         pytest.skip("renameat2 is Linux")
     result = programs.run_code(KILLED, exchange, moment, str(saved))
@@ -62,7 +64,9 @@ def test_after_a_kill_cleaning_leaves_one_whole_checkpoint(saved, tmp_path, prog
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="SIGKILL is POSIX")
-def test_a_kill_between_two_renames_puts_the_old_one_back(saved, tmp_path, same, make_state, programs):
+def test_a_kill_between_two_renames_puts_the_old_one_back(
+    saved, tmp_path, same, make_state, programs
+):
     script = KILLED.replace('if name == "rename":', "if True:").replace(
         "real, calls = getattr(commit, name), [0]", "calls = [0]"
     )
@@ -119,6 +123,8 @@ def test_a_process_number_that_was_given_away_is_dead(tmp_path):
     parsed = Hidden.parse(name)
     assert parsed == Hidden("c", "tmp", here=True, stale=False)
     head, _, token = name.rpartition("-")
-    assert Hidden.parse(f"{head}-{token[:6]}ffffff{token[12:]}") == Hidden("c", "tmp", here=True, stale=True)
+    assert Hidden.parse(f"{head}-{token[:6]}ffffff{token[12:]}") == Hidden(
+        "c", "tmp", here=True, stale=True
+    )
     assert Hidden.parse(".c.d.9999999999-" + token) == Hidden("c.d", "tmp", here=True, stale=True)
     assert Hidden.parse("step-12") is None

@@ -106,7 +106,15 @@ def test_a_path_of_another_system_comes_back_as_a_path(through):
         {"$": "tensor"},
         {"$": "tuple", "v": [1]},
         {"a": {"$": {"$": [{"$": 1}]}}},
-        {1: "int", "1": "str", 1.5: "float", None: "none", (1, "x"): "tuple", b"k": "bytes", math.inf: "inf"},
+        {
+            1: "int",
+            "1": "str",
+            1.5: "float",
+            None: "none",
+            (1, "x"): "tuple",
+            b"k": "bytes",
+            math.inf: "inf",
+        },
         {False: 0, "z": 1, "a": 2, torch.float16: 3, frozenset({1}): 4, Path("p"): 5},
         {3: 1, 1: 2, 2: 3},
         {(1, (2,)): [torch.float16]},
@@ -116,13 +124,17 @@ def test_a_path_of_another_system_comes_back_as_a_path(through):
         {1, 2.5, "x", (1, 2), frozenset({b"y"}), None},
         [[[[()]]]],
     ],
-    ids=lambda value: "a set" if isinstance(value, set) else repr(value),  # sets have another order in each process
+    ids=lambda value: (
+        "a set" if isinstance(value, set) else repr(value)
+    ),  # sets have another order in each process
 )
 def test_containers(value, same, through):
     assert same(through(value), value)
 
 
-def test_enums_come_back_as_members_and_as_records_where_their_class_is_not_imported(through, monkeypatch):
+def test_enums_come_back_as_members_and_as_records_where_their_class_is_not_imported(
+    through, monkeypatch
+):
     members = (Mode.FAST, Mode.SLOW, Level.LOW, Bits.A, Bits.A | Bits.B)
     for member in members:
         assert through(member) is member
@@ -155,11 +167,17 @@ def random_value(rng, depth):
     if kind < 5:
         return rng.choice(LEAVES)
     if kind == 5:
-        dtype = rng.choice([torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool])
+        dtype = rng.choice(
+            [torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]
+        )
         tensor = torch.randint(0, 2, [rng.randrange(4) for _ in range(rng.randrange(4))]).to(dtype)
-        return rng.choice([tensor, tensor.t() if tensor.dim() < 3 else tensor, (tensor != 0).numpy()])
+        return rng.choice(
+            [tensor, tensor.t() if tensor.dim() < 3 else tensor, (tensor != 0).numpy()]
+        )
     children = [random_value(rng, depth - 1) for _ in range(rng.randrange(4))]
-    keys = rng.sample(["a", "b.c", "", "$", "v", 1, -1.5, None, True, (1, ("x",)), b"k", "é"], len(children))
+    keys = rng.sample(
+        ["a", "b.c", "", "$", "v", 1, -1.5, None, True, (1, ("x",)), b"k", "é"], len(children)
+    )
     if kind < 8:
         return children
     if kind < 10:

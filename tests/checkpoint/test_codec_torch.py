@@ -35,7 +35,25 @@ def test_tensors_of_every_dtype_and_shape(dtype, shape, tmp_path, same, through)
 
 
 @pytest.mark.parametrize(
-    "dtype", ["?", "i1", "u2", "<i8", ">i4", ">f8", "f2", "f4", "g", "c8", "c16", ">c8", "U3", "S2", "M8[s]", "m8[ns]"]
+    "dtype",
+    [
+        "?",
+        "i1",
+        "u2",
+        "<i8",
+        ">i4",
+        ">f8",
+        "f2",
+        "f4",
+        "g",
+        "c8",
+        "c16",
+        ">c8",
+        "U3",
+        "S2",
+        "M8[s]",
+        "m8[ns]",
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (0,), (2, 3)], ids=str)
 def test_arrays_of_every_dtype_and_shape(dtype, shape, tmp_path, same, through):
@@ -67,7 +85,13 @@ def test_awkward_layouts(tmp_path, same, through):
     }
     assert same(through(state, tmp_path), state)
     assert same(through(state), state)
-    state = {"a": tied, "b": tied, "p": nn.Parameter(torch.ones(2)), "alias": base[0], "whole": base}
+    state = {
+        "a": tied,
+        "b": tied,
+        "p": nn.Parameter(torch.ones(2)),
+        "alias": base[0],
+        "whole": base,
+    }
     back = through(state, tmp_path)
     assert type(back["p"]) is torch.Tensor
     assert not any(tensor.requires_grad for tensor in back.values())
@@ -121,7 +145,9 @@ def test_module_versions_survive(same, through):
 OPTIMIZERS = {
     name: cls
     for name, cls in sorted(vars(torch.optim).items())
-    if isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    if isinstance(cls, type)
+    and issubclass(cls, torch.optim.Optimizer)
+    and cls is not torch.optim.Optimizer
 }
 
 
@@ -135,7 +161,11 @@ def test_every_torch_optimizer(name, tmp_path, same, through):
 
     def loss():
         optimizer.zero_grad()
-        out = model(torch.tensor([0, 1]) if isinstance(model, nn.Embedding) else torch.ones(1, 2)).square().sum()
+        out = (
+            model(torch.tensor([0, 1]) if isinstance(model, nn.Embedding) else torch.ones(1, 2))
+            .square()
+            .sum()
+        )
         out.backward()
         return out
 

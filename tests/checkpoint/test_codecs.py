@@ -86,14 +86,18 @@ def test_a_module_comes_back_with_its_weights_buffers_ties_and_attributes():
     batch = torch.randn(3, 2)
     assert torch.equal(again(batch), module(batch))
     assert again.second.weight is again.first.weight
-    assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in module.parameters()]
+    assert [p.requires_grad for p in again.parameters()] == [
+        p.requires_grad for p in module.parameters()
+    ]
     assert not again.training
     assert again.options == {"mode": Mode.FAST}
     assert list(again.state_dict()) == list(module.state_dict())
 
 
 def test_a_compiled_module_is_stored_as_the_module(monkeypatch):
-    monkeypatch.setattr(nn.Module, "__setstate__", nn.Module.__setstate__)  # undoes what the next line replaces
+    monkeypatch.setattr(
+        nn.Module, "__setstate__", nn.Module.__setstate__
+    )  # undoes what the next line replaces
     monkeypatch.setattr(nn.Module, "__init__", nn.Module.__init__)
     install_generation_tagging_init()  # as a compilation does
     module = nn.Linear(2, 1)
@@ -145,7 +149,9 @@ def test_a_dataclass_and_a_partial():
 def test_a_registered_class_is_stored_by_its_functions_or_by_its_attributes():
     with pytest.raises(CheckpointError, match=r"(?s)test_codecs\.Scaler.*tk\.checkpoint\.codec"):
         encode(Scaler(1.0), {})
-    registered = tk.checkpoint.codec(Scaler, lambda scaler: [scaler.mean], lambda parts: Scaler(*parts))
+    registered = tk.checkpoint.codec(
+        Scaler, lambda scaler: [scaler.mean], lambda parts: Scaler(*parts)
+    )
     assert registered is Scaler
     assert through(Scaler(np.ones(2))).mean.tolist() == [1, 1]
 
@@ -171,10 +177,36 @@ def test_what_has_no_name_is_refused(value):
 @pytest.mark.parametrize(
     "name",
     [
-        *("os.system", "posix.system", "eval", "builtins.eval", "subprocess.Popen", "importlib.import_module"),
-        *("torch.load", "torch.serialization.load", "torch.from_file", "torch.hub.load", "numpy.load", "numpy.memmap"),
-        *("trainer_kit.checkpoint.commit.remove_checkpoint", f"{__name__}.json.loads", f"{__name__}.sys"),
-        *("shutil.rmtree", "", ".", "os.", "a" * 999, "torch.nn.functional.torch.load", "antigravity.fly"),
+        *(
+            "os.system",
+            "posix.system",
+            "eval",
+            "builtins.eval",
+            "subprocess.Popen",
+            "importlib.import_module",
+        ),
+        *(
+            "torch.load",
+            "torch.serialization.load",
+            "torch.from_file",
+            "torch.hub.load",
+            "numpy.load",
+            "numpy.memmap",
+        ),
+        *(
+            "trainer_kit.checkpoint.commit.remove_checkpoint",
+            f"{__name__}.json.loads",
+            f"{__name__}.sys",
+        ),
+        *(
+            "shutil.rmtree",
+            "",
+            ".",
+            "os.",
+            "a" * 999,
+            "torch.nn.functional.torch.load",
+            "antigravity.fly",
+        ),
     ],
 )
 def test_a_file_cannot_name_what_it_likes(name):
@@ -195,7 +227,10 @@ def test_a_file_cannot_name_what_it_likes(name):
         {"$": "namedtuple", "v": [f"{__name__}.Point", [1]]},
         {
             "$": "module",
-            "v": ["torch.nn.modules.linear.Linear", {"attributes": {}, "parameters": {"weight": [1, True]}}],
+            "v": [
+                "torch.nn.modules.linear.Linear",
+                {"attributes": {}, "parameters": {"weight": [1, True]}},
+            ],
         },
         {"$": "module", "v": ["torch.nn.modules.linear.Linear", []]},
         {"$": "object", "v": ["fractions.Fraction", ["1e999999999"]]},

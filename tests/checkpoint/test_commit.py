@@ -86,7 +86,21 @@ def test_parts_are_read_alone(saved, same, make_state):
 
 
 def test_awkward_part_names(tmp_path, same):
-    names = ["model", "Model", "MODEL", "../up", "a/b", "..", "", "x" * 300, "part0", "naïve", "state", "$", "manifest"]
+    names = [
+        "model",
+        "Model",
+        "MODEL",
+        "../up",
+        "a/b",
+        "..",
+        "",
+        "x" * 300,
+        "part0",
+        "naïve",
+        "state",
+        "$",
+        "manifest",
+    ]
     state = {name: {"t": torch.full((2,), float(i))} for i, name in enumerate(names)}
     path = write_checkpoint(tmp_path / "c", state)
     assert same(read_checkpoint(path), state)
@@ -145,7 +159,9 @@ def test_no_file_is_a_pickle(saved):
     for path in saved.iterdir():
         data = path.read_bytes()
         assert not data.startswith((b"PK", b"\x80"))
-        with pytest.raises(ValueError, match=r"opcode|pickle|exhausted|expected|invalid|not enough|newline"):
+        with pytest.raises(
+            ValueError, match=r"opcode|pickle|exhausted|expected|invalid|not enough|newline"
+        ):
             list(pickletools.genops(data))
 
 
@@ -189,7 +205,9 @@ def test_linux_exchanges_in_one_step(saved, monkeypatch):
 
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("call", ["write_file", "sync_directory", "rmtree"])
-def test_a_failed_overwrite_leaves_a_whole_checkpoint(saved, tmp_path, monkeypatch, exchange, call, same, make_state):
+def test_a_failed_overwrite_leaves_a_whole_checkpoint(
+    saved, tmp_path, monkeypatch, exchange, call, same, make_state
+):
     if not exchange:
         monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
     old, new = make_state(), {"progress": {"step": 13}}
@@ -210,7 +228,9 @@ def test_a_failed_overwrite_leaves_a_whole_checkpoint(saved, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("exchange", [True, False])
-def test_an_overwrite_that_cannot_be_made_durable_is_undone(saved, tmp_path, monkeypatch, exchange, same, make_state):
+def test_an_overwrite_that_cannot_be_made_durable_is_undone(
+    saved, tmp_path, monkeypatch, exchange, same, make_state
+):
     if not exchange:
         monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
     real = commit.sync_directory
@@ -227,7 +247,9 @@ def test_an_overwrite_that_cannot_be_made_durable_is_undone(saved, tmp_path, mon
     assert os.listdir(tmp_path) == ["step-12"]
 
 
-def test_the_second_rename_failing_puts_the_old_one_back(saved, tmp_path, monkeypatch, same, make_state):
+def test_the_second_rename_failing_puts_the_old_one_back(
+    saved, tmp_path, monkeypatch, same, make_state
+):
     monkeypatch.setattr(commit, "_exchange", lambda one, other: False)
     real = os.rename
 
@@ -268,7 +290,9 @@ def test_remove(saved, tmp_path):
 def test_too_little_space_is_reported_before_a_byte_is_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(commit.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(CheckpointError, match=r"No space left.*\(need 4\.\d+ kB, free 1 kB\)\n  fix:") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"No space left.*\(need 4\.\d+ kB, free 1 kB\)\n  fix:"
+    ) as caught:
         write_checkpoint(tmp_path / "a" / "b" / "c", {"model": {"w": torch.zeros(1000)}})
     assert caught.value.file == str(tmp_path / "a" / "b" / "c")
     assert os.listdir(tmp_path) == []
@@ -324,7 +348,14 @@ def test_every_file_and_directory_is_synced_before_and_after_the_rename(tmp_path
     monkeypatch.setattr(commit.os, "rename", rename)
     write_checkpoint(tmp_path / "c", {"model": {"w": torch.ones(1)}})
     work = next(name for name in events if name.startswith(".c."))
-    assert events == ["model.safetensors", "state.json", "manifest.json", work, "rename", tmp_path.name]
+    assert events == [
+        "model.safetensors",
+        "state.json",
+        "manifest.json",
+        work,
+        "rename",
+        tmp_path.name,
+    ]
 
 
 def test_a_parent_that_cannot_be_made(tmp_path):

@@ -33,7 +33,11 @@ def test_equal_states_do_not_differ(compare, make_state):
 
 def test_a_state_of_another_seed_differs_in_its_tensors(compare, make_state):
     found = compare(make_state(0), make_state(1))
-    assert {(d.part, d.kind) for d in found} == {("model", "value"), ("optimizers", "value"), ("rng", "value")}
+    assert {(d.part, d.kind) for d in found} == {
+        ("model", "value"),
+        ("optimizers", "value"),
+        ("rng", "value"),
+    }
     assert "0.weight" in {d.key for d in found}
     assert "0.state.0.exp_avg" in {d.key for d in found}
 
@@ -73,7 +77,11 @@ def test_each_difference_is_one_line(compare, a, b, line):
 
 def test_parts_and_info(compare):
     found = compare({"a": {}, "b": {}}, {"b": {}, "c": {"k": 1}}, {"step": 3}, {"step": 4})
-    assert [str(d) for d in found] == ["info: step: value 3 != 4", "a: only in the first", "c: only in the second"]
+    assert [str(d) for d in found] == [
+        "info: step: value 3 != 4",
+        "a: only in the first",
+        "c: only in the second",
+    ]
 
 
 def test_a_damaged_one_is_not_compared(saved, tmp_path):

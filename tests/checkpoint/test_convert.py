@@ -80,7 +80,9 @@ def test_a_lightning_file_becomes_safetensors(tmp_path):
     check(read_weights(export(tmp_path / "old.ckpt", tmp_path / "new.safetensors")))
 
 
-@pytest.mark.parametrize(("size", "count"), [("5GB", 5 * 10**9), ("1GiB", 2**30), ("1.5 kb", 1500), ("12", 12), (7, 7)])
+@pytest.mark.parametrize(
+    ("size", "count"), [("5GB", 5 * 10**9), ("1GiB", 2**30), ("1.5 kb", 1500), ("12", 12), (7, 7)]
+)
 def test_sizes(size, count):
     assert in_bytes(size, "size") == count
 
@@ -96,7 +98,9 @@ def test_unsupported_exports_are_refused(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match="exists already"):
         export(checkpoint, tmp_path / "taken.pt")
     assert (tmp_path / "taken.pt").read_text() == "mine"
-    with pytest.raises(ConfigurationError, match=r"(?s)model\.onnx.*huggingface, lightning, safetensors, torch"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)model\.onnx.*huggingface, lightning, safetensors, torch"
+    ):
         export(checkpoint, tmp_path / "model.onnx")
     with pytest.raises(ConfigurationError, match="'onnx'"):
         export(checkpoint, tmp_path / "model.pt", "onnx")
@@ -104,7 +108,9 @@ def test_unsupported_exports_are_refused(checkpoint, tmp_path):
     with pytest.raises(CheckpointError, match=r"do not hold torch\.complex64") as caught:
         export(odd, tmp_path / "odd.safetensors")
     assert caught.value.key == "c"
-    assert torch.equal(torch.load(export(odd, tmp_path / "odd.pt"), weights_only=True)["c"], torch.ones(2) + 0j)
+    assert torch.equal(
+        torch.load(export(odd, tmp_path / "odd.pt"), weights_only=True)["c"], torch.ones(2) + 0j
+    )
     (checkpoint / "model.safetensors").write_bytes(b"x")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         export(checkpoint, tmp_path / "hub")
@@ -157,7 +163,11 @@ def test_a_checkpoint_holds_a_tied_weight_once_and_so_does_its_export(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
     path = write_checkpoint(tmp_path / "step-1", {"model": dict(model.state_dict())})
-    assert sorted(safetensors.torch.load_file(path / "model.safetensors")) == ["0.bias", "0.weight", "1.bias"]
+    assert sorted(safetensors.torch.load_file(path / "model.safetensors")) == [
+        "0.bias",
+        "0.weight",
+        "1.bias",
+    ]
     model.load_state_dict(read_weights(path))
     assert sorted(weight_shapes(path)) == ["0.bias", "0.weight", "1.bias", "1.weight"]
     exported = safetensors.torch.load_file(export(path, tmp_path / "one.safetensors"))

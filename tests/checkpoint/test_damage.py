@@ -16,7 +16,9 @@ from trainer_kit.core.errors import CheckpointError
 
 
 def test_every_flipped_bit_of_a_small_checkpoint_is_noticed(tmp_path):
-    path = write_checkpoint(tmp_path / "c", {"m": {"w": torch.ones(2), "é": (1,)}}, info={"note": "é", "x": 1.5})
+    path = write_checkpoint(
+        tmp_path / "c", {"m": {"w": torch.ones(2), "é": (1,)}}, info={"note": "é", "x": 1.5}
+    )
     for file in sorted(path.iterdir()):
         good = file.read_bytes()
         for index in range(len(good)):
@@ -32,9 +34,18 @@ def test_every_flipped_bit_of_a_small_checkpoint_is_noticed(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["manifest.json", "state.json", "model.safetensors", "optimizers.safetensors", "rng.safetensors"]
+    "name",
+    [
+        "manifest.json",
+        "state.json",
+        "model.safetensors",
+        "optimizers.safetensors",
+        "rng.safetensors",
+    ],
 )
-@pytest.mark.parametrize("harm", ["flip", "truncate", "empty", "extend", "delete", "link", "directory"])
+@pytest.mark.parametrize(
+    "harm", ["flip", "truncate", "empty", "extend", "delete", "link", "directory"]
+)
 def test_damage_names_file_and_reason(saved, name, harm):
     file = saved / name
     data = bytearray(file.read_bytes())
@@ -97,7 +108,9 @@ def test_a_reformatted_manifest_is_noticed(saved):
 
 
 def rename_entry(name):
-    return lambda manifest: manifest["files"].update({name: manifest["files"].pop("rng.safetensors")})
+    return lambda manifest: manifest["files"].update(
+        {name: manifest["files"].pop("rng.safetensors")}
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +152,14 @@ def test_a_hostile_document_with_a_valid_seal_is_refused(saved):
         entry = {"size": len(text), "xxh3_64": xxhash.xxh3_64(text).hexdigest()}
         edit(saved, lambda m: m["files"].update({"state.json": entry}), seal=True)
 
-    for text in (b"[" * 200_000, b"[]", b"{}", b'{"model": NaN}', b"\xff", b'{"model": {"$": "tensor", "v": "x"}}'):
+    for text in (
+        b"[" * 200_000,
+        b"[]",
+        b"{}",
+        b'{"model": NaN}',
+        b"\xff",
+        b'{"model": {"$": "tensor", "v": "x"}}',
+    ):
         forge(text)
         with pytest.raises(CheckpointError) as caught:
             read_checkpoint(saved, parts=["model"])

@@ -26,7 +26,9 @@ from trainer_kit.testing.conformance import assert_same
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
 ]
 
 
@@ -43,7 +45,10 @@ def make_model(seed: int = 0) -> Any:
 def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     flat = [parameter for parameter in trained if parameter.dim() == 1]
-    groups = [{"params": [p for p in trained if p.dim() > 1]}, {"params": flat, "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1]},
+        {"params": flat, "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
     return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7)
 
@@ -57,12 +62,19 @@ def write(directory: str) -> None:
         if half:
             model.net[1] = nn.Identity()  # its statistics are float32, which bfloat16 does not meet
         optimizer, schedule = make_optimizer(model)
-        config = {"train_batch_size": 4, "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+        config = {
+            "train_batch_size": 4,
+            "zero_optimization": {"stage": stage},
+            "zero_allow_untested_optimizer": True,
+        }
         config["gradient_clipping"] = 0.0  # by itself it clips
         name = f"{stage}-half" if half else f"{stage}"
         with quiet():
             engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, lr_scheduler=schedule, config={**config, "bf16": {"enabled": half}}
+                model=model,
+                optimizer=optimizer,
+                lr_scheduler=schedule,
+                config={**config, "bf16": {"enabled": half}},
             )
         for number, (x, _) in enumerate(make_batches(4)):
             if number == 2:
@@ -85,7 +97,9 @@ def keep(deepspeed: Any, model: nn.Module, path: str) -> None:
 
 def goes_on(path: Path, **options: Any) -> tuple[tk.Accelerator, Any]:
     """The two steps that come after the checkpoint, in one process without DeepSpeed."""
-    accelerator = tk.Accelerator(cpu=True, scheduler_steps_per_process=False, **options)  # as DeepSpeed counts
+    accelerator = tk.Accelerator(
+        cpu=True, scheduler_steps_per_process=False, **options
+    )  # as DeepSpeed counts
     model = make_model(seed=4)
     optimizer, schedule = make_optimizer(model)
     prepared, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
@@ -101,7 +115,9 @@ def goes_on(path: Path, **options: Any) -> tuple[tk.Accelerator, Any]:
 
 
 def go_on_divided(directory: str) -> None:
-    later = {stage: torch.load(f"{directory}/{stage}-later.pt", weights_only=True) for stage in (2, 3)}
+    later = {
+        stage: torch.load(f"{directory}/{stage}-later.pt", weights_only=True) for stage in (2, 3)
+    }
     for stage, options in (
         (2, {"fsdp_plugin": tk.FullyShardedDataParallelPlugin(fsdp_version=2)}),
         (3, {"deepspeed_plugin": tk.DeepSpeedPlugin(zero_stage=1, gradient_clipping=0.0)}),
@@ -123,7 +139,9 @@ def run(*command: str) -> None:
 def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
     run_distributed(write, 2, str(tmp_path), timeout=150)
     wanted = {stage: torch.load(tmp_path / f"{stage}.pt", weights_only=True) for stage in (0, 2, 3)}
-    later = {stage: torch.load(tmp_path / f"{stage}-later.pt", weights_only=True) for stage in (0, 2, 3)}
+    later = {
+        stage: torch.load(tmp_path / f"{stage}-later.pt", weights_only=True) for stage in (0, 2, 3)
+    }
     same_state(read_weights(tmp_path / "0"), wanted[0])
     assert_same(goes_on(tmp_path / "0")[1].state_dict(), later[0], 1e-6)
     # Masters of half precision have no names: the optimizer that is prepared says whose they are.
@@ -147,12 +165,21 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
                 lambda path=path: trainer.fit(make_model(), make_batches(2), ckpt_path=path),
                 lambda path=path: tk.Accelerator(cpu=True).load_state(path),
             ):
-                with pytest.raises(CheckpointError, match=r"python -m deepspeed\.checkpoint") as caught:
+                with pytest.raises(
+                    CheckpointError, match=r"python -m deepspeed\.checkpoint"
+                ) as caught:
                     read()
         assert trainer.global_step == 0
         command = re.search(r"python (.*--inject_missing_state)", str(caught.value))
         assert command is not None
-        run(sys.executable, *shlex.split(command[1]), "--num_extract_workers", "1", "--num_merge_workers", "1")
+        run(
+            sys.executable,
+            *shlex.split(command[1]),
+            "--num_extract_workers",
+            "1",
+            "--num_merge_workers",
+            "1",
+        )
 
     # What ds_to_universal makes of them, by the directory of the step or the one above it.
     for stage in (3, 2):
@@ -167,7 +194,11 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
         tk.Accelerator(cpu=True).load_state(made)
     for kind, schedule, told in (
         (torch.optim.SGD, None, "moments of Adam, and SGD is prepared"),
-        (torch.optim.AdamW, torch.optim.lr_scheduler.ReduceLROnPlateau, "not the state of ReduceLROnPlateau"),
+        (
+            torch.optim.AdamW,
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "not the state of ReduceLROnPlateau",
+        ),
     ):
         accelerator, model = tk.Accelerator(cpu=True), make_model()
         optimizer = kind(model.parameters(), lr=0.1)
@@ -180,12 +211,17 @@ def test_files_written_by_deepspeed_are_imported(tmp_path: Path) -> None:
 
     # A tensor that is none, or larger than its file.
     one = made / "zero" / "net.0.weight" / "fp32.pt"
-    for content, part in [({"param": 3}, "a int where"), ({"param": torch.zeros(1).expand(10**9)}, "larger than its")]:
+    for content, part in [
+        ({"param": 3}, "a int where"),
+        ({"param": torch.zeros(1).expand(10**9)}, "larger than its"),
+    ]:
         torch.save(content, one)
         with pytest.raises(CheckpointError, match=part):
             read_weights(made)
 
 
 class Judged(Classifier):
-    def validation_step(self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int) -> torch.Tensor:
+    def validation_step(
+        self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int
+    ) -> torch.Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])

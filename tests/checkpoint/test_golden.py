@@ -42,9 +42,19 @@ INFO = {"step": 12, "epoch": 1, "world_size": 2, "best": float("inf")}
 def make_golden_state():
     """Every kind of value that the format holds; nothing random, nothing of the machine."""
     weight = torch.arange(12.0).reshape(3, 4) / 8
-    model = OrderedDict({"layer.weight": weight, "layer.bias": torch.tensor([0.5, -0.0, float("nan")])})
+    model = OrderedDict(
+        {"layer.weight": weight, "layer.bias": torch.tensor([0.5, -0.0, float("nan")])}
+    )
     model._metadata = OrderedDict({"": {"version": 1}})
-    dtypes = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
+    dtypes = [
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    ]
     return {
         "model": model,
         "optimizer_states": [
@@ -63,10 +73,26 @@ def make_golden_state():
         },
         "rng": [{"torch": torch.arange(16, dtype=torch.uint8), "python": (3, (1, 2, 2**63), None)}],
         "callbacks": {
-            "Best": {"score": float("-inf"), "kept": {"a": 0.25}, 3: {"by": "number"}, "$": "a key"},
+            "Best": {
+                "score": float("-inf"),
+                "kept": {"a": 0.25},
+                3: {"by": "number"},
+                "$": "a key",
+            },
             "plain": [None, True, -1, 2**70, 1e-300, "é", b"\x00\xff", bytearray(b"x"), 1 - 2j],
-            "kinds": [{1, 2}, frozenset({"a"}), torch.Size([2, 3]), torch.float16, torch.device("cuda", 1)],
-            "more": [Path("a/b"), timedelta(days=1, microseconds=2), EnumRecord("m.Mode", "SLOW", 2), np.float32(0.1)],
+            "kinds": [
+                {1, 2},
+                frozenset({"a"}),
+                torch.Size([2, 3]),
+                torch.float16,
+                torch.device("cuda", 1),
+            ],
+            "more": [
+                Path("a/b"),
+                timedelta(days=1, microseconds=2),
+                EnumRecord("m.Mode", "SLOW", 2),
+                np.float32(0.1),
+            ],
         },
     }
 
@@ -117,7 +143,10 @@ def test_it_is_read(golden, same):
 def test_its_weights_are_read_and_exported(golden, tmp_path):
     weights = read_weights(golden)
     assert torch.equal(weights["layer.weight"], torch.arange(12.0).reshape(3, 4) / 8)
-    assert set(read_weights(export(golden, tmp_path / "model.safetensors"))) == {"layer.weight", "layer.bias"}
+    assert set(read_weights(export(golden, tmp_path / "model.safetensors"))) == {
+        "layer.weight",
+        "layer.bias",
+    }
 
 
 def test_todays_files_equal_the_golden_ones(golden, tmp_path):
@@ -130,7 +159,11 @@ def test_todays_files_equal_the_golden_ones(golden, tmp_path):
 
 
 def test_it_loads_into_a_state(golden, same):
-    state = {"model": {name: torch.zeros_like(value) for name, value in make_golden_state()["model"].items()}}
+    state = {
+        "model": {
+            name: torch.zeros_like(value) for name, value in make_golden_state()["model"].items()
+        }
+    }
     read_sharded(golden, state)
     assert same(state["model"], dict(make_golden_state()["model"]))
 

@@ -16,7 +16,11 @@ from trainer_kit.checkpoint.files import CARRIERS
 from trainer_kit.checkpoint.weights import weight_shapes
 from trainer_kit.core.errors import CheckpointError
 
-WEIGHTS = {"a.w": torch.arange(6.0).view(2, 3), "a.b": torch.ones(3, dtype=torch.bfloat16), "n": torch.tensor([3, 4])}
+WEIGHTS = {
+    "a.w": torch.arange(6.0).view(2, 3),
+    "a.b": torch.ones(3, dtype=torch.bfloat16),
+    "n": torch.tensor([3, 4]),
+}
 
 
 def same(one, two):
@@ -49,8 +53,13 @@ def test_shapes_are_those_of_the_weights(sharded, tmp_path):
 
 
 def test_shapes_of_dtypes_that_safetensors_does_not_hold(tmp_path):
-    carried = {dtype: carrier for dtype, carrier in CARRIERS.items() if dtype is not torch.complex32}  # torch warns
-    odd = {f"{dtype}": torch.zeros(2, 6, dtype=carrier).view(dtype) for dtype, carrier in carried.items()}
+    carried = {
+        dtype: carrier for dtype, carrier in CARRIERS.items() if dtype is not torch.complex32
+    }  # torch warns
+    odd = {
+        f"{dtype}": torch.zeros(2, 6, dtype=carrier).view(dtype)
+        for dtype, carrier in carried.items()
+    }
     state = {"model": OrderedDict({**odd, "layer._extra_state": np.ones(3), "w#2": torch.ones(2)})}
     for write in (write_checkpoint, write_sharded):
         check_shapes(write(tmp_path / write.__name__, state), {**odd, "w#2": torch.ones(2)})
@@ -96,7 +105,10 @@ def one_more(content):
     [
         (elsewhere, "not one of this directory"),
         (missing, "does not exist"),
-        (wrong_file, r"lists this weight here, but the file does not hold it\n  found: key '(n|a\.w)'"),
+        (
+            wrong_file,
+            r"lists this weight here, but the file does not hold it\n  found: key '(n|a\.w)'",
+        ),
         (no_map, "not an index of weights"),
         (one_more, r"lists this weight here, but the file does not hold it\n  found: key 'ghost'"),
     ],
@@ -127,7 +139,9 @@ def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, in
 
     (directory / ".metadata").write_bytes(pickle.dumps(Evil()))
     (directory / "__0_0.distcp").write_bytes(b"PK")
-    with pytest.raises(CheckpointError, match=r"mkdir does not belong in .* is a pickle, which can run any code"):
+    with pytest.raises(
+        CheckpointError, match=r"mkdir does not belong in .* is a pickle, which can run any code"
+    ):
         read_weights(tmp_path / "dcp")
     assert not (tmp_path / "made").exists()
     (directory / ".metadata").write_bytes(pickle.dumps({"no": "records"}))
@@ -138,7 +152,9 @@ def test_a_distributed_checkpoint_is_refused_and_nothing_of_it_runs(tmp_path, in
 def test_lists_in_the_metadata_of_a_distributed_checkpoint_are_not_made_texts(tmp_path):
     # Each list holds the one before it twice: 12 of them have a text of 40 kB, 40 of them one of 10 TB.
     doubled = b"".join(b"q%c0](h%ch%ce" % (index, index, index) for index in range(12))
-    (tmp_path / ".metadata").write_bytes(b"\x80\x02ctorch.serialization\n_get_layout\n]" + doubled + b"\x85R.")
+    (tmp_path / ".metadata").write_bytes(
+        b"\x80\x02ctorch.serialization\n_get_layout\n]" + doubled + b"\x85R."
+    )
     with pytest.raises(CheckpointError, match="a list is neither text nor a number"):
         read_weights(tmp_path)
 

@@ -85,7 +85,9 @@ def lightning_file(path, moment, steps):
                 "state_dict": {},
                 "epoch_loop.state_dict": {"_batches_that_stepped": steps - late},
                 "epoch_loop.batch_progress": counted(
-                    (steps, steps, steps, steps - late), (now, now, now, now - late), is_last_batch=at_end
+                    (steps, steps, steps, steps - late),
+                    (now, now, now, now - late),
+                    is_last_batch=at_end,
                 ),
                 "epoch_loop.automatic_optimization.state_dict": {},
                 "epoch_loop.automatic_optimization.optim_progress": {
@@ -97,7 +99,9 @@ def lightning_file(path, moment, steps):
             },
             "validate_loop": {},
         },
-        "callbacks": {"ModelCheckpoint{'monitor': None}": {"best_model_path": "/elsewhere/best.ckpt"}},
+        "callbacks": {
+            "ModelCheckpoint{'monitor': None}": {"best_model_path": "/elsewhere/best.ckpt"}
+        },
         "optimizer_states": [optimizer.state_dict()],
         "lr_schedulers": [schedule.state_dict()],
         "hparams_name": "kwargs",
@@ -120,7 +124,15 @@ def _step(module, optimizer, schedule, step):
 
 def trainer(**options):
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-    return tk.Trainer(**{"max_epochs": EPOCHS, "enable_checkpointing": False, "accelerator": "cpu", **quiet, **options})
+    return tk.Trainer(
+        **{
+            "max_epochs": EPOCHS,
+            "enable_checkpointing": False,
+            "accelerator": "cpu",
+            **quiet,
+            **options,
+        }
+    )
 
 
 def call(*arguments):
@@ -130,7 +142,13 @@ def call(*arguments):
 
 @pytest.mark.parametrize(
     ("moment", "steps"),
-    [("batch end", 8), ("batch end", 12), ("validation end", 6), ("epoch end", 12), ("after fit", 12)],
+    [
+        ("batch end", 8),
+        ("batch end", 12),
+        ("validation end", 6),
+        ("epoch end", 12),
+        ("after fit", 12),
+    ],
 )
 def test_a_run_continues_from_an_imported_file(tmp_path, moment, steps):
     expected = lightning_file(tmp_path / "last.ckpt", moment, steps)
@@ -162,15 +180,25 @@ def test_manual_optimization_counts_batches(tmp_path):
 
 def test_checkpoints_with_only_weights_and_with_user_entries_are_imported(tmp_path):
     module = Net(width=4)
-    content = {"epoch": 3, "global_step": 9, "pytorch-lightning_version": "2.1.0", "state_dict": module.state_dict()}
+    content = {
+        "epoch": 3,
+        "global_step": 9,
+        "pytorch-lightning_version": "2.1.0",
+        "state_dict": module.state_dict(),
+    }
     named = {"hparams_name": "kwargs", "hyper_parameters": {"width": 4}, "vocabulary": ["a", "b"]}
     torch.save({**content, **named}, tmp_path / "w.ckpt")
     path = import_lightning(tmp_path / "w.ckpt", tmp_path / "deep" / "w")
     back = Net.load_from_checkpoint(path)
     assert back.hparams.width == 4
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in back.state_dict().items())
+    assert all(
+        torch.equal(value, module.state_dict()[name]) for name, value in back.state_dict().items()
+    )
     assert read_checkpoint(path)["vocabulary"] == ["a", "b"]
-    with pytest.raises(CheckpointError, match=r"(?s)holds only weights, and cannot be resumed.*load_weights_only=True"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"(?s)holds only weights, and cannot be resumed.*load_weights_only=True",
+    ):
         trainer().fit(Net(width=4), loader(), ckpt_path=path)
 
 
@@ -180,7 +208,10 @@ def test_one_mapping_as_the_only_argument(tmp_path):
             super().__init__()
             self.layer = nn.Linear(conf["width"], 1)
 
-    content = {"pytorch-lightning_version": "2.5.0", "state_dict": Configured({"width": 5}).state_dict()}
+    content = {
+        "pytorch-lightning_version": "2.5.0",
+        "state_dict": Configured({"width": 5}).state_dict(),
+    }
     named = {"hparams_name": "conf", "hyper_parameters": {"width": 5}}
     torch.save({**content, **named}, tmp_path / "c.ckpt")
     for path in (tmp_path / "c.ckpt", import_lightning(tmp_path / "c.ckpt")):
@@ -198,15 +229,26 @@ class Custom:
             {"hyper_parameters": {"net": Custom()}},
             r"(?s)it holds \S+\.Custom, and a class could run code.*fix: .*plain",
         ),
-        ({"hyper_parameters": {"root": Path("x")}}, r"it holds pathlib\.\w+, and a class could run code"),
-        ({"pytorch-lightning_version": None}, r"(?s)not a checkpoint of Lightning.*fix: .*read_weights"),
-        ({"loops": None}, r"(?s)does not contain the progress of a Lightning 2 run.*fix: .*upgrade_checkpoint"),
+        (
+            {"hyper_parameters": {"root": Path("x")}},
+            r"it holds pathlib\.\w+, and a class could run code",
+        ),
+        (
+            {"pytorch-lightning_version": None},
+            r"(?s)not a checkpoint of Lightning.*fix: .*read_weights",
+        ),
+        (
+            {"loops": None},
+            r"(?s)does not contain the progress of a Lightning 2 run.*fix: .*upgrade_checkpoint",
+        ),
     ],
 )
 def test_unsupported_files_are_refused(tmp_path, change, match):
     lightning_file(tmp_path / "x.ckpt", "after fit", 6)
     content = {**torch.load(tmp_path / "x.ckpt", weights_only=True), **change}
-    torch.save({name: value for name, value in content.items() if value is not None}, tmp_path / "x.ckpt")
+    torch.save(
+        {name: value for name, value in content.items() if value is not None}, tmp_path / "x.ckpt"
+    )
     code, printed = call("import", tmp_path / "x.ckpt")
     assert code == 1
     with pytest.raises(CheckpointError, match=match):
@@ -223,7 +265,9 @@ def test_other_parameters_than_the_files(tmp_path):
             optimizer = torch.optim.AdamW(self.net[2].parameters(), lr=0.1)
             return [optimizer], [StepLR(optimizer, 1)]
 
-    with pytest.raises(CheckpointError, match=r"groups of \[4\], and the optimizer of \[2\] parameters"):
+    with pytest.raises(
+        CheckpointError, match=r"groups of \[4\], and the optimizer of \[2\] parameters"
+    ):
         trainer().fit(Head(), loader(), ckpt_path=import_lightning(tmp_path / "x.ckpt"))
 
 
@@ -233,7 +277,9 @@ def test_parameters_that_are_divided_among_ranks_need_names():
     with tempfile.TemporaryDirectory() as directory:
         lightning_file(Path(directory) / "x.ckpt", "after fit", 6)
         path = import_lightning(Path(directory) / "x.ckpt")
-        with pytest.raises(CheckpointError, match=r'(?s)fsdp divides them among ranks.*strategy="ddp"'):
+        with pytest.raises(
+            CheckpointError, match=r'(?s)fsdp divides them among ranks.*strategy="ddp"'
+        ):
             trainer(strategy="fsdp", devices=2).fit(Net(), loader(), ckpt_path=path)
 
 
@@ -251,12 +297,18 @@ def kept(tmp_path):
 @pytest.mark.parametrize(("index", "epoch", "batch"), [(0, 0, 4), (2, 2, 0)])
 def test_an_export_has_the_entries_that_lightning_reads(kept, tmp_path, index, epoch, batch):
     record = kept[0][index]
-    assert call("export", "--lightning", record.path, tmp_path / "x.ckpt") == (0, f"{tmp_path / 'x.ckpt'}\n")
+    assert call("export", "--lightning", record.path, tmp_path / "x.ckpt") == (
+        0,
+        f"{tmp_path / 'x.ckpt'}\n",
+    )
     content = torch.load(tmp_path / "x.ckpt", weights_only=True)
     state = read_checkpoint(record.path)
     assert (content["epoch"], content["global_step"]) == (epoch, record.step)
     assert content["pytorch-lightning_version"].startswith("2.")
-    assert (content["hparams_name"], content["hyper_parameters"]) == ("kwargs", {"width": 8, "lr": 0.1})
+    assert (content["hparams_name"], content["hyper_parameters"]) == (
+        "kwargs",
+        {"width": 8, "lr": 0.1},
+    )
     fresh = Net(**content["hyper_parameters"])
     fresh.load_state_dict(content["state_dict"])
     (optimizer,), (schedule,) = fresh.configure_optimizers()
@@ -265,12 +317,18 @@ def test_an_export_has_the_entries_that_lightning_reads(kept, tmp_path, index, e
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**epoch)
     for name, parameter in fresh.named_parameters():
         held = state["optimizer_states"][0]["state"][name]
-        assert all(torch.equal(held[key], value) for key, value in optimizer.state[parameter].items())
+        assert all(
+            torch.equal(held[key], value) for key, value in optimizer.state[parameter].items()
+        )
     loop = content["loops"]["fit_loop"]
     begun = epoch + (batch > 0)
     assert loop["epoch_progress"] == counted((begun, begun, epoch, epoch))
-    assert loop["epoch_loop.batch_progress"] == counted(record.step, batch, is_last_batch=batch == 0)
-    steps = [_step(fresh, optimizer, schedule, step) for step in range(record.step, BATCHES * EPOCHS)]
+    assert loop["epoch_loop.batch_progress"] == counted(
+        record.step, batch, is_last_batch=batch == 0
+    )
+    steps = [
+        _step(fresh, optimizer, schedule, step) for step in range(record.step, BATCHES * EPOCHS)
+    ]
     assert steps == kept[1].losses[record.step :]
 
 
@@ -287,12 +345,22 @@ def test_exports_of_weights_and_of_values_that_become_plain(kept, tmp_path):
     content = torch.load(export(weights, tmp_path / "w.ckpt", "lightning"), weights_only=True)
     assert content["state_dict"].keys() == weights.keys()
     assert "optimizer_states" not in content
-    state = {"model": dict(weights), "hyper_parameters": {"root": Path("x"), "secret": {"repr": "'***'"}}}
+    state = {
+        "model": dict(weights),
+        "hyper_parameters": {"root": Path("x"), "secret": {"repr": "'***'"}},
+    }
     path = tk.checkpoint.write_checkpoint(tmp_path / "odd", state)
     content = torch.load(export(path, tmp_path / "odd.ckpt", "lightning"), weights_only=True)
     assert content["hyper_parameters"] == {"root": "x"}
-    path = tk.checkpoint.write_checkpoint(tmp_path / "masked", {**state, "hyper_parameters": {"key": {"repr": "***"}}})
-    assert torch.load(export(path, tmp_path / "m.ckpt", "lightning"), weights_only=True)["hyper_parameters"] == {}
+    path = tk.checkpoint.write_checkpoint(
+        tmp_path / "masked", {**state, "hyper_parameters": {"key": {"repr": "***"}}}
+    )
+    assert (
+        torch.load(export(path, tmp_path / "m.ckpt", "lightning"), weights_only=True)[
+            "hyper_parameters"
+        ]
+        == {}
+    )
 
 
 # -- names that Lightning's users write ----------------------------------------------------------------------------
@@ -300,13 +368,21 @@ def test_exports_of_weights_and_of_values_that_become_plain(kept, tmp_path):
 
 def test_paths_of_files_name_the_directory(kept, tmp_path):
     last = kept[0][-1].path
-    with pytest.raises(CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"):
+    with pytest.raises(
+        CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"
+    ):
         Net.load_from_checkpoint(f"{last}.ckpt")
-    with pytest.raises(CheckpointError, match=rf'(?s)does not exist.*pass {last}: "last" is a name in the index'):
+    with pytest.raises(
+        CheckpointError, match=rf'(?s)does not exist.*pass {last}: "last" is a name in the index'
+    ):
         Net.load_from_checkpoint(tmp_path / "kept" / "last.ckpt")
-    with pytest.raises(CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"):
+    with pytest.raises(
+        CheckpointError, match=rf"(?s)does not exist.*pass {last}: a checkpoint is a directory"
+    ):
         trainer().fit(Net(), loader(), ckpt_path=f"{last}.ckpt")
-    with pytest.raises(CheckpointError, match=r'(?s)does not exist.*pass "last": it is a name in the index'):
+    with pytest.raises(
+        CheckpointError, match=r'(?s)does not exist.*pass "last": it is a name in the index'
+    ):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "kept" / "last.ckpt")
 
 
@@ -317,6 +393,8 @@ def test_a_fit_from_a_lightning_file_explains_how_to_import_it(tmp_path):
         trainer().fit(Net(), loader(), ckpt_path=tmp_path / "last.ckpt")
     start = Net.load_from_checkpoint(tmp_path / "last.ckpt")
     module = Net()
-    trainer(max_epochs=1).fit(module, loader(), ckpt_path=tmp_path / "last.ckpt", load_weights_only=True)
+    trainer(max_epochs=1).fit(
+        module, loader(), ckpt_path=tmp_path / "last.ckpt", load_weights_only=True
+    )
     first = next(iter(loader()))
     assert module.losses[0] == nn.functional.mse_loss(start.net(first[0]), first[1]).item()

@@ -32,7 +32,12 @@ def write_lock(directory: Path, **changes: object) -> None:
     """The lock of a living process, this one, with other values."""
     directory.mkdir(exist_ok=True)
     me = Process.this()
-    owner = {"host": me.host, "pid": me.pid, "start": me.start, "since": "2024-01-01 00:00:00+00:00"} | changes
+    owner = {
+        "host": me.host,
+        "pid": me.pid,
+        "start": me.start,
+        "since": "2024-01-01 00:00:00+00:00",
+    } | changes
     (directory / LOCK).write_text(json.dumps(owner))
 
 
@@ -40,7 +45,12 @@ def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path):
     first = DirectoryLock(tmp_path / "a" / "b")
     with pytest.raises(CheckpointError, match="locked by") as caught:
         DirectoryLock(tmp_path / "a" / "b")
-    for word in (str(os.getpid()), first.owner.process.host, first.owner.since, str(tmp_path / "a" / "b" / LOCK)):
+    for word in (
+        str(os.getpid()),
+        first.owner.process.host,
+        first.owner.since,
+        str(tmp_path / "a" / "b" / LOCK),
+    ):
         assert word in str(caught.value)
     assert os.listdir(tmp_path / "a" / "b") == [LOCK]
     first.release()
@@ -78,7 +88,9 @@ def test_a_killed_process_holds_nothing(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the start of a process is read from /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="the start of a process is read from /proc"
+)
 def test_a_process_number_that_was_given_away_holds_nothing(tmp_path):
     write_lock(tmp_path, start="1")
     DirectoryLock(tmp_path).release()
@@ -90,7 +102,9 @@ def test_other_hosts_are_believed(tmp_path):
         DirectoryLock(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"host": "a"}', '{"pid": "x", "host": "", "start": ""}'])
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", '{"host": "a"}', '{"pid": "x", "host": "", "start": ""}']
+)
 def test_an_incomplete_lock_is_ignored(tmp_path, content):
     (tmp_path / LOCK).write_text(content)
     DirectoryLock(tmp_path).release()
@@ -128,7 +142,9 @@ def without(what):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls")
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls"
+)
 @pytest.mark.parametrize("lacks", ["nothing", "flock", "links"])
 def test_of_many_that_take_over_at_once_one_wins(tmp_path, monkeypatch, lacks):
     if lacks == "flock":

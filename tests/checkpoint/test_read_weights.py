@@ -50,7 +50,9 @@ def check(weights, module):
 def test_our_checkpoint(module, tmp_path):
     path = write_checkpoint(tmp_path / "c", {"model": module.state_dict(), "progress": {"step": 1}})
     check(read_weights(path), module)
-    assert list(read_weights(write_checkpoint(tmp_path / "e", {"model": Extra(1, 1).state_dict()}))) == [
+    assert list(
+        read_weights(write_checkpoint(tmp_path / "e", {"model": Extra(1, 1).state_dict()}))
+    ) == [
         "weight",
         "bias",
     ]
@@ -72,7 +74,11 @@ def test_safetensors_files_are_recognised_by_content(tmp_path):
 @pytest.mark.parametrize("lightning", [True, False])
 def test_torch_save(module, tmp_path, zipped, lightning):
     state = module.state_dict()
-    content = {"state_dict": state, "epoch": 3, "hyper_parameters": OrderedDict(a=1)} if lightning else state
+    content = (
+        {"state_dict": state, "epoch": 3, "hyper_parameters": OrderedDict(a=1)}
+        if lightning
+        else state
+    )
     torch.save(content, tmp_path / "w.pt", _use_new_zipfile_serialization=zipped)
     check(read_weights(tmp_path / "w.pt"), module)
 
@@ -114,7 +120,8 @@ def test_whole_modules_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [[torch.ones(1)], torch.ones(1), {"w": 3}, {1: torch.ones(1)}, {"state_dict": {"a": "b"}}]
+    "content",
+    [[torch.ones(1)], torch.ones(1), {"w": 3}, {1: torch.ones(1)}, {"state_dict": {"a": "b"}}],
 )
 def test_content_that_is_not_a_state_dict_is_named(tmp_path, content):
     torch.save(content, tmp_path / "w.pt")
@@ -140,7 +147,10 @@ def header(text, data=b""):
         header(b"{"),
         header(b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'),
         header(b'{"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}', b"\0" * 4),
-        header(b'{"w": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 4]}}', b"\0" * 4),
+        header(
+            b'{"w": {"dtype": "F32", "shape": [4611686018427387904], "data_offsets": [0, 4]}}',
+            b"\0" * 4,
+        ),
         header(b'{"w": {"dtype": "Q99", "shape": [1], "data_offsets": [0, 4]}}', b"\0" * 4),
         header(
             b'{"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]},'

@@ -24,7 +24,14 @@ from trainer_kit.checkpoint import (
 )
 from trainer_kit.checkpoint.commit import clean_incomplete, remove_checkpoint
 from trainer_kit.checkpoint.lock import LOCK, DirectoryLock, owner_of
-from trainer_kit.checkpoint.store import candidates, lookup, mark, newest_verified, read_index, set_aside
+from trainer_kit.checkpoint.store import (
+    candidates,
+    lookup,
+    mark,
+    newest_verified,
+    read_index,
+    set_aside,
+)
 from trainer_kit.commands.main import main
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import RemotePath, locate
@@ -52,10 +59,16 @@ def root(request):
 
 
 def keys(bucket):
-    return sorted(str(file.relative_to(bucket.directory)) for file in bucket.directory.rglob("*") if file.is_file())
+    return sorted(
+        str(file.relative_to(bucket.directory))
+        for file in bucket.directory.rglob("*")
+        if file.is_file()
+    )
 
 
-def test_the_same_state_comes_back_and_the_files_are_those_of_a_local_one(root, tmp_path, make_state, same):
+def test_the_same_state_comes_back_and_the_files_are_those_of_a_local_one(
+    root, tmp_path, make_state, same
+):
     state = make_state()
     path = write_checkpoint(f"{root}/step-12", state, info={"step": 12})
     local = write_checkpoint(tmp_path / "step-12", state, info={"step": 12})
@@ -63,9 +76,9 @@ def test_the_same_state_comes_back_and_the_files_are_those_of_a_local_one(root, 
     assert str(path) == f"{root}/step-12"
     assert same(read_checkpoint(path), state)
     assert same(read_checkpoint(str(path), parts=["progress"]), {"progress": state["progress"]})
-    assert {file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"} == {
-        file.name: file.read_bytes() for file in local.iterdir() if file.name != "manifest.json"
-    }
+    assert {
+        file.name: file.read_bytes() for file in path.iterdir() if file.name != "manifest.json"
+    } == {file.name: file.read_bytes() for file in local.iterdir() if file.name != "manifest.json"}
     there, here = verify_checkpoint(path), verify_checkpoint(local)
     assert there.pop("committed") <= here.pop("committed")
     assert there == here
@@ -82,7 +95,9 @@ def test_files_go_in_small_pieces_and_arrive_in_full(bucket, monkeypatch):
     state = {"model": {"w": torch.ones(6_000_000)}}
     write_checkpoint("bucket://run/step-1", state)
     monkeypatch.setattr(Upload, "write", write)
-    with pytest.raises(CheckpointError, match=r"0 of 240001\d\d bytes arrived \(need 24 MB\)") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"0 of 240001\d\d bytes arrived \(need 24 MB\)"
+    ) as caught:
         write_checkpoint("bucket://run/step-2", state)
     assert isinstance(caught.value.__cause__, OSError)
     assert max(sizes) == 4 << 20
@@ -90,7 +105,9 @@ def test_files_go_in_small_pieces_and_arrive_in_full(bucket, monkeypatch):
 
 
 def test_the_manifest_goes_last_and_nothing_but_the_checkpoint_stays(bucket):
-    write_checkpoint("bucket://run/step-3", {"model": {"w": torch.ones(2)}, "progress": {"step": 3}})
+    write_checkpoint(
+        "bucket://run/step-3", {"model": {"w": torch.ones(2)}, "progress": {"step": 3}}
+    )
     sign = bucket.done[0][1]
     assert sign.startswith("run/.step-3.")
     assert bucket.done == [
@@ -113,7 +130,9 @@ def test_until_the_new_manifest_is_there_the_old_checkpoint_is_whole(bucket):
 
     def look(operation, key):
         if key.startswith("run/only") and operation == "put":
-            seen.append((read_checkpoint(path)["model"]["w"].tolist(), len(checkpoints("bucket://run"))))
+            seen.append(
+                (read_checkpoint(path)["model"]["w"].tolist(), len(checkpoints("bucket://run")))
+            )
 
     for value in (2.0, 3.0):
         bucket.before = staticmethod(look)
@@ -127,7 +146,9 @@ def test_until_the_new_manifest_is_there_the_old_checkpoint_is_whole(bucket):
     assert keys(bucket) == []
 
 
-def test_a_manifest_that_arrived_though_its_request_failed_means_files_that_are_there(bucket, monkeypatch):
+def test_a_manifest_that_arrived_though_its_request_failed_means_files_that_are_there(
+    bucket, monkeypatch
+):
     path = write_checkpoint("bucket://run/only", {"model": {"w": torch.tensor(1.0)}})
 
     def put(self, key, value, real=Bucket._put):
@@ -143,7 +164,9 @@ def test_a_manifest_that_arrived_though_its_request_failed_means_files_that_are_
     assert read_checkpoint(path)["model"]["w"] == 2.0
     write_checkpoint(path, {"model": {"w": torch.tensor(3.0)}}, overwrite=True)
     assert read_checkpoint(path)["model"]["w"] == 3.0
-    assert len([key for key in keys(bucket) if key.startswith("run/only")]) == 4, "of the older ones nothing is left"
+    assert len([key for key in keys(bucket) if key.startswith("run/only")]) == 4, (
+        "of the older ones nothing is left"
+    )
 
 
 def test_a_copy_of_one_that_was_replaced_reads_on_a_disk(bucket, tmp_path):
@@ -158,9 +181,13 @@ def test_overwriting_needs_a_request_and_never_replaces_other_files(root):
     with pytest.raises(CheckpointError, match="it exists already"):
         write_checkpoint(path, {})
     locate(f"{root}/theirs/notes.txt").write_bytes(b"mine")
-    with pytest.raises(CheckpointError, match="not a checkpoint of this library, so it is not overwritten"):
+    with pytest.raises(
+        CheckpointError, match="not a checkpoint of this library, so it is not overwritten"
+    ):
         write_checkpoint(f"{root}/theirs", {}, overwrite=True)
-    with pytest.raises(CheckpointError, match="not a checkpoint of this library, so it is not deleted"):
+    with pytest.raises(
+        CheckpointError, match="not a checkpoint of this library, so it is not deleted"
+    ):
         remove_checkpoint(f"{root}/theirs")
     with pytest.raises(CheckpointError, match="starts with a dot"):
         write_checkpoint(f"{root}/.step", {})
@@ -170,8 +197,13 @@ def test_overwriting_needs_a_request_and_never_replaces_other_files(root):
 def test_names_in_the_directory(root):
     assert checkpoints(root) == []
     assert lookup(root, "last") is None
-    three, twenty = (write_checkpoint(f"{root}/step-{step}", {}, info={"step": step}) for step in (3, 20))
-    assert [(record.path, record.step) for record in checkpoints(root)] == [(three, 3), (twenty, 20)]
+    three, twenty = (
+        write_checkpoint(f"{root}/step-{step}", {}, info={"step": step}) for step in (3, 20)
+    )
+    assert [(record.path, record.step) for record in checkpoints(root)] == [
+        (three, 3),
+        (twenty, 20),
+    ]
     assert checkpoints(root)[0].created.year > 2000
     assert lookup(root, "last") == twenty
     mark(root, last=three, best=twenty)
@@ -187,7 +219,9 @@ def test_names_in_the_directory(root):
 @pytest.mark.parametrize("name", ["model.safetensors", "state.json", "manifest.json"])
 def test_a_flipped_byte_is_found_and_the_one_before_it_taken(root, name):
     for step in (3, 20):
-        write_checkpoint(f"{root}/step-{step}", {"model": {"w": torch.ones(9)}}, info={"step": step})
+        write_checkpoint(
+            f"{root}/step-{step}", {"model": {"w": torch.ones(9)}}, info={"step": step}
+        )
     file = locate(f"{root}/step-20") / name
     data = bytearray(file.read_bytes())
     data[-9] ^= 1
@@ -244,14 +278,24 @@ def test_weights_of_files(root, tmp_path):
 def test_the_command_line(root, tmp_path):
     run = CliRunner().invoke
     one, two = (
-        write_checkpoint(f"{root}/step-{n}", {"model": {"w": torch.full((2,), n)}}, info={"step": n}) for n in (3, 20)
+        write_checkpoint(
+            f"{root}/step-{n}", {"model": {"w": torch.full((2,), n)}}, info={"step": n}
+        )
+        for n in (3, 20)
     )
     mark(root, best=one)
     listed = run(main, ["checkpoint", "ls", root]).output.splitlines()
     assert [line.split()[0] for line in listed] == ["CHECKPOINT", "step-3", "step-20"]
     assert listed[1].endswith("best")
-    assert run(main, ["checkpoint", "verify", root]).output.splitlines() == [f"{two}: ok", f"{one}: ok"]
-    assert run(main, ["checkpoint", "diff", str(one), str(two)]).output.splitlines()[-1].startswith("model: w: values")
+    assert run(main, ["checkpoint", "verify", root]).output.splitlines() == [
+        f"{two}: ok",
+        f"{one}: ok",
+    ]
+    assert (
+        run(main, ["checkpoint", "diff", str(one), str(two)])
+        .output.splitlines()[-1]
+        .startswith("model: w: values")
+    )
     exported = run(main, ["checkpoint", "export", str(one), str(tmp_path / "w.safetensors")])
     assert load_file(exported.output.strip())["w"].tolist() == [3, 3]
     (two / "state.json").write_bytes(b"[]")
@@ -262,14 +306,17 @@ def test_the_command_line(root, tmp_path):
     unknown = run(main, ["checkpoint", "ls", "s4://run"])
     assert unknown.exit_code == 2
     assert "s4:// is an unknown storage protocol" in unknown.output
-    assert run(main, ["checkpoint", "ls", f"{root}/none"]).output == f"no checkpoints in {root}/none\n"
+    assert (
+        run(main, ["checkpoint", "ls", f"{root}/none"]).output == f"no checkpoints in {root}/none\n"
+    )
 
 
 def test_two_runs_in_one_directory(root):
     lock = DirectoryLock(root)
     assert owner_of(root).process.pid == os.getpid()
     with pytest.raises(
-        CheckpointError, match=rf"locked by pid {os.getpid()} on host .* since .*\n.*delete {root}/.lock"
+        CheckpointError,
+        match=rf"locked by pid {os.getpid()} on host .* since .*\n.*delete {root}/.lock",
     ):
         DirectoryLock(root)
     lock.release()
@@ -282,12 +329,16 @@ def test_two_runs_in_one_directory(root):
 @pytest.mark.parametrize("host", ["here", "elsewhere"])
 def test_the_lock_of_a_dead_run_is_taken_over_and_that_of_another_host_is_kept(root, host):
     name = socket.gethostname() if host == "here" else "node-17"
-    content = f'{{"host": "{name}", "pid": 4194399, "start": "12", "since": "2026-01-02 03:04:05+00:00"}}'
+    content = (
+        f'{{"host": "{name}", "pid": 4194399, "start": "12", "since": "2026-01-02 03:04:05+00:00"}}'
+    )
     locate(f"{root}/{LOCK}").write_bytes(content.encode())
     if host == "here":
         DirectoryLock(root).release()
     else:
-        with pytest.raises(CheckpointError, match="locked by pid 4194399 on host node-17 since 2026-01-02"):
+        with pytest.raises(
+            CheckpointError, match="locked by pid 4194399 on host node-17 since 2026-01-02"
+        ):
             DirectoryLock(root)
         assert locate(f"{root}/{LOCK}").read_bytes() == content.encode()
 
@@ -314,7 +365,9 @@ def test_the_probe_writes_and_deletes(bucket, operation):
             raise RuntimeError("AccessDenied")  # not every storage's library raises an OSError
 
     bucket.before = staticmethod(refuse)
-    with pytest.raises(CheckpointError, match="no checkpoint can be written here: RuntimeError: AccessDenied"):
+    with pytest.raises(
+        CheckpointError, match="no checkpoint can be written here: RuntimeError: AccessDenied"
+    ):
         DirectoryLock("bucket://run")
 
 

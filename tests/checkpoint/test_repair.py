@@ -91,7 +91,9 @@ def test_repair(several, damage, make_state):
     assert [path.name for path in done.sound] == ["step-6"]
     assert {path.name for path, _ in done.damaged} == {"step-3.damaged", "step-9.damaged"}
     assert (done.left, done.discarded) == ([], 0)
-    assert {file.name: file.read_bytes() for file in (several / "step-9.damaged").iterdir()} == damaged
+    assert {
+        file.name: file.read_bytes() for file in (several / "step-9.damaged").iterdir()
+    } == damaged
     assert sorted(os.listdir(several)) == sorted(
         ["index.json", "mine", "mine.txt", "step-3.damaged", "step-6", "step-9.damaged"]
     )
@@ -103,7 +105,9 @@ def test_repair(several, damage, make_state):
 
 @pytest.mark.parametrize("index", [None, b"", b"{}", b"\x00\xff"])
 def test_the_index_is_built_again(several, index):
-    (several / "index.json").unlink() if index is None else (several / "index.json").write_bytes(index)
+    (several / "index.json").unlink() if index is None else (several / "index.json").write_bytes(
+        index
+    )
     repair(several)
     names = json.loads((several / "index.json").read_text())["names"]
     assert names == {"last": "step-9"}

@@ -46,7 +46,9 @@ INFO = {"step": SAVED_AFTER}
 def build(layout, seed=0):
     """A model whose rows do not divide evenly, and its optimizer, in one of four layouts."""
     torch.manual_seed(seed)
-    module = nn.Sequential(nn.Linear(16, 34), nn.Tanh(), nn.Linear(34, 5), nn.BatchNorm1d(5, dtype=torch.float64))
+    module = nn.Sequential(
+        nn.Linear(16, 34), nn.Tanh(), nn.Linear(34, 5), nn.BatchNorm1d(5, dtype=torch.float64)
+    )
     module = module.double()
     if layout == "tp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -55,10 +57,14 @@ def build(layout, seed=0):
         fully_shard(module[0])
         fully_shard(module)
     elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        mesh = init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard")
+        )
         fully_shard(module, mesh=mesh)
     elif layout == "both":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(
+            "cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("data", "tensor")
+        )
         parallelize_module(module, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         fully_shard(module, mesh=mesh["data"])
     return module, torch.optim.AdamW(module.parameters(), lr=1e-2)
@@ -91,7 +97,11 @@ def save(path, layout):
         step(module, optimizer, number)
     model, optim = get_state_dict(module, optimizer)
     extra = {"name": "run", "betas": (0.9, 0.999), "array": np.arange(3), 5: float("inf")}
-    write_sharded(path, {"model": model, "optim": optim, "step": torch.tensor(SAVED_AFTER), "extra": extra}, info=INFO)
+    write_sharded(
+        path,
+        {"model": model, "optim": optim, "step": torch.tensor(SAVED_AFTER), "extra": extra},
+        info=INFO,
+    )
     state = whole({"model": model, "optim": optim})
     step(module, optimizer, SAVED_AFTER)
     return state, whole(dict(module.state_dict()))
@@ -100,12 +110,19 @@ def save(path, layout):
 def load(path, layout):
     module, optimizer = build(layout, seed=1)
     model, optim = get_state_dict(module, optimizer)
-    state = {"model": model, "optim": optim, "step": torch.tensor(0), "extra": {"name": "", "betas": None, 5: 0.0}}
+    state = {
+        "model": model,
+        "optim": optim,
+        "step": torch.tensor(0),
+        "extra": {"name": "", "betas": None, 5: 0.0},
+    }
     said = read_sharded(path, state)
     assert state["step"] == SAVED_AFTER
     assert state["extra"] == {"name": "run", "betas": (0.9, 0.999), 5: float("inf")}
     loaded = whole({"model": state["model"], "optim": state["optim"]})
-    set_state_dict(module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    set_state_dict(
+        module, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"]
+    )
     step(module, optimizer, SAVED_AFTER)
     return said, loaded, whole(dict(module.state_dict()))
 
@@ -182,7 +199,8 @@ def test_a_checkpoint_of_one_process_loads_into_shards(tmp_path):
     model, optim = get_state_dict(module, optimizer)
     extra = {"name": "run", "betas": (0.9, 0.999), 5: float("inf")}
     write_checkpoint(
-        tmp_path / "c", {"model": model, "optim": optim, "step": torch.tensor(SAVED_AFTER), "extra": extra}
+        tmp_path / "c",
+        {"model": model, "optim": optim, "step": torch.tensor(SAVED_AFTER), "extra": extra},
     )
     said, loaded, _ = run_distributed(load, 3, str(tmp_path / "c"), "fsdp")[2]
     assert said == "resharding 1 → 3"
@@ -192,22 +210,34 @@ def test_a_checkpoint_of_one_process_loads_into_shards(tmp_path):
 @pytest.mark.slow
 def test_the_other_commands_work_on_it(by_two, tmp_path):
     path, state, _ = by_two
-    assert [(record.step, record.info) for record in checkpoints(path.parent)] == [(SAVED_AFTER, INFO)]
+    assert [(record.step, record.info) for record in checkpoints(path.parent)] == [
+        (SAVED_AFTER, INFO)
+    ]
     manifest = verify_checkpoint(path)
     assert (manifest["version"], manifest["shards"]) == (2, 2)
-    assert manifest["parts"]["model"] == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    assert manifest["parts"]["model"] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
     read = read_checkpoint(path)
     assert equal(whole({"model": dict(read["model"]), "optim": read["optim"]}), state)
-    assert equal(whole(read["extra"]), {"name": "run", "betas": (0.9, 0.999), "array": np.arange(3), 5: float("inf")})
+    assert equal(
+        whole(read["extra"]),
+        {"name": "run", "betas": (0.9, 0.999), "array": np.arange(3), 5: float("inf")},
+    )
     plain = write_checkpoint(tmp_path / "plain", read, info=INFO)
     assert diff(path, plain) == []
     weights = read_weights(path)
     assert equal(whole(weights), state["model"])
     assert equal(whole(load_file(export(path, tmp_path / "one.safetensors"))), state["model"])
-    assert equal(whole(torch.load(export(path, tmp_path / "one.pt"), weights_only=True)), state["model"])
+    assert equal(
+        whole(torch.load(export(path, tmp_path / "one.pt"), weights_only=True)), state["model"]
+    )
     hub = export(path, tmp_path / "hub", max_shard_size=2000)
     index = json.loads((hub / "model.safetensors.index.json").read_text())["weight_map"]
-    assert equal({name: whole(load_file(hub / file)[name]) for name, file in index.items()}, state["model"])
+    assert equal(
+        {name: whole(load_file(hub / file)[name]) for name, file in index.items()}, state["model"]
+    )
     assert len(set(index.values())) > 1
 
 
@@ -230,8 +260,22 @@ def test_alone_without_a_group(tmp_path, same, make_state):
 
 
 DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(torch.float8_e8m0fnu, torch.float8_e4m3fnuz, torch.complex64, torch.complex128, torch.int64, torch.uint8),
+    *(
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ),
+    *(
+        torch.float8_e8m0fnu,
+        torch.float8_e4m3fnuz,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.uint8,
+    ),
     torch.bool,
 ]
 
@@ -259,7 +303,11 @@ def spread(tensors, empty=False):
     for name, (tensor, dim) in tensors.items():
         value = torch.zeros(tensor.shape).to(tensor.dtype) if empty else tensor
         if dim is None:
-            state[name] = DTensor.from_local(value.clone(), mesh, [Replicate()]) if value.dim() else value.clone()
+            state[name] = (
+                DTensor.from_local(value.clone(), mesh, [Replicate()])
+                if value.dim()
+                else value.clone()
+            )
             continue
         size = -(-value.shape[dim] // mesh.size())
         start = min(mesh.get_rank() * size, value.shape[dim])
@@ -282,8 +330,13 @@ def load_kinds(path):
     read_sharded(path, state)
     expected = spread(kinds())
     for name, value in state["a part/of its own"].items():
-        local, wanted = (v.to_local() if isinstance(v, DTensor) else v for v in (value, expected[name]))
-        local, wanted = (v.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist() for v in (local, wanted))
+        local, wanted = (
+            v.to_local() if isinstance(v, DTensor) else v for v in (value, expected[name])
+        )
+        local, wanted = (
+            v.resolve_conj().contiguous().view(-1).view(torch.uint8).tolist()
+            for v in (local, wanted)
+        )
         assert local == wanted, name
 
 
@@ -292,7 +345,9 @@ def test_every_dtype_and_split(tmp_path, same):
     run_distributed(save_kinds, 3, str(tmp_path / "c"))
     whole_ones = {name: tensor for name, (tensor, _) in kinds().items()}
     assert same(read_checkpoint(tmp_path / "c"), {"a part/of its own": whole_ones, "none": {}})
-    plain = {"a part/of its own": {name: torch.zeros_like(tensor) for name, tensor in whole_ones.items()}}
+    plain = {
+        "a part/of its own": {name: torch.zeros_like(tensor) for name, tensor in whole_ones.items()}
+    }
     read_sharded(tmp_path / "c", plain)
     assert same(plain["a part/of its own"], whole_ones)
     for ranks in (2, 3):
@@ -307,7 +362,9 @@ def save_alike(path):
 
 def test_replicated_values_are_written_once_and_shared_over_ranks(tmp_path):
     run_distributed(save_alike, 2, str(tmp_path / "c"))
-    sizes = [len(load_file(tmp_path / "c" / f"model-0000{rank}-of-00002.safetensors")) for rank in (1, 2)]
+    sizes = [
+        len(load_file(tmp_path / "c" / f"model-0000{rank}-of-00002.safetensors")) for rank in (1, 2)
+    ]
     assert sizes == [4, 4]
 
 
@@ -359,7 +416,10 @@ def test_a_value_that_cannot_be_saved_is_named_on_every_rank(tmp_path):
     assert first == second
     assert first[0][0] == "model.w"
     assert "Partial" in first[0][1]
-    assert first[1] == ("model.f", "rank 1: a value of type builtin_function_or_method cannot be saved")
+    assert first[1] == (
+        "model.f",
+        "rank 1: a value of type builtin_function_or_method cannot be saved",
+    )
     assert first[2] == ("model.w", "float32 [3] on one rank, float32 [2] on another")
     assert list(tmp_path.iterdir()) == []
 
@@ -372,7 +432,10 @@ def watch(path):
             seen.append((event, arguments))
 
     sys.addaudithook(hook)
-    state = {"model": spread({"w": (torch.arange(6.0).reshape(3, 2), 0)}), "extra": {"a": (1, b"x")}}
+    state = {
+        "model": spread({"w": (torch.arange(6.0).reshape(3, 2), 0)}),
+        "extra": {"a": (1, b"x")},
+    }
     write_sharded(path, state)  # imports what it needs
     watching[0] = True
     write_sharded(path, state, overwrite=True)
@@ -395,7 +458,9 @@ def save_behind(path):
     weight = torch.full((50, 3), float(dist.get_rank()))
     state = {"model": {"w": DTensor.from_local(weight, init_device_mesh("cpu", (2,)), [Shard(0)])}}
     snapshot = take_sharded_snapshot(state, info=INFO, copy=HostBuffers())
-    writer = threading.Thread(target=write_sharded_snapshot, args=(path, snapshot), kwargs={"group": background})
+    writer = threading.Thread(
+        target=write_sharded_snapshot, args=(path, snapshot), kwargs={"group": background}
+    )
     writer.start()
     for _ in range(50):
         weight += 1
@@ -411,11 +476,17 @@ def test_a_snapshot_is_written_while_training_continues(tmp_path, same):
 
 
 def test_entries_that_do_not_match_the_state_are_named(tmp_path):
-    path = write_sharded(tmp_path / "c", {"model": {"w": torch.ones(2, 3), "name": "x", "l": [torch.ones(1)]}})
+    path = write_sharded(
+        tmp_path / "c", {"model": {"w": torch.ones(2, 3), "name": "x", "l": [torch.ones(1)]}}
+    )
     cases = [
         ({"modle": {}}, "modle", "no such part"),
         ({"model": {"v": torch.ones(2, 3)}}, "model.v", "not in the checkpoint"),
-        ({"model": {"w": torch.ones(3, 2)}}, "model.w", r"\[2, 3\] is stored, the state has \[3, 2\]"),
+        (
+            {"model": {"w": torch.ones(3, 2)}},
+            "model.w",
+            r"\[2, 3\] is stored, the state has \[3, 2\]",
+        ),
         ({"model": {"name": torch.ones(2)}}, "model.name", "where the checkpoint has none"),
         ({"model": {"l": [torch.ones(1)] * 2}}, "model.l", "1 items are stored, the state has 2"),
         ({"model": {"w": torch.ones(2, 3, device="meta")}}, "model.w", "no memory"),
@@ -480,7 +551,11 @@ def save_and_load_in_part(path):
     state = {"model": {"w": torch.ones(3), "h": torch.tensor(1 / 3, dtype=torch.float64)}}
     write_sharded(path, state, group=group)
     other = {"model": {"w": torch.zeros(3), "h": torch.tensor(0.0)}}
-    return read_sharded(path, other, group=group), other["model"]["w"].tolist(), other["model"]["h"].item()
+    return (
+        read_sharded(path, other, group=group),
+        other["model"]["w"].tolist(),
+        other["model"]["h"].item(),
+    )
 
 
 @pytest.mark.slow
@@ -491,6 +566,8 @@ def test_a_group_of_some_ranks_is_enough_and_tensors_keep_their_dtype(tmp_path):
 
 @pytest.mark.slow
 def test_the_planner_is_imported_when_it_is_needed():
-    code = "import sys, trainer_kit.checkpoint; print('torch.distributed.checkpoint' in sys.modules)"
+    code = (
+        "import sys, trainer_kit.checkpoint; print('torch.distributed.checkpoint' in sys.modules)"
+    )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "False"

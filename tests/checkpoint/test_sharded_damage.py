@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from trainer_kit.checkpoint import checkpoints, read_checkpoint, read_sharded, verify_checkpoint, write_sharded
+from trainer_kit.checkpoint import (
+    checkpoints,
+    read_checkpoint,
+    read_sharded,
+    verify_checkpoint,
+    write_sharded,
+)
 from trainer_kit.checkpoint import sharded as writing
 from trainer_kit.checkpoint.commit import clean_incomplete
 from trainer_kit.checkpoint.files import checksum
@@ -30,7 +36,10 @@ def make(factor=1.0, rows=300):
     """Four rows of zeros to three on each rank, times the factor."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     local = torch.arange(rows * 4.0).reshape(rows, 4) * factor + dist.get_rank()
-    return {"model": {"w": DTensor.from_local(local, mesh, [Shard(0)]), "b": torch.ones(3)}, "progress": {"step": 3}}
+    return {
+        "model": {"w": DTensor.from_local(local, mesh, [Shard(0)]), "b": torch.ones(3)},
+        "progress": {"step": 3},
+    }
 
 
 def save(path):
@@ -54,7 +63,12 @@ def save_twice(path, how):
     """The first save works, the second fails on rank 1, the third works; what the second said."""
     rank = dist.get_rank()
     write_sharded(f"{path}/step-1", make())
-    write, fsync, rename, limits = writing.write_file, os.fsync, os.rename, resource.getrlimit(resource.RLIMIT_FSIZE)
+    write, fsync, rename, limits = (
+        writing.write_file,
+        os.fsync,
+        os.rename,
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     if rank == 1 and how == "too large":
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
     elif rank == 1 and how == "eio":
@@ -91,21 +105,41 @@ def save_twice(path, how):
     there = sorted(os.listdir(path))
     write_sharded(f"{path}/step-3", make(3.0))
     cause = getattr(error.__cause__, "errno", None)
-    return type(error).__name__, getattr(error, "file", ""), getattr(error, "reason", str(error)), cause, there
+    return (
+        type(error).__name__,
+        getattr(error, "file", ""),
+        getattr(error, "reason", str(error)),
+        cause,
+        there,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "kind", "file", "said", "cause"),
     [
-        ("too large", "CheckpointError", "step-2/model-00002-of-00002.safetensors", "rank 1: File too large", 27),
-        ("eio", "CheckpointError", "step-2/model-00002-of-00002.safetensors", "rank 1: Input/output error", 5),
+        (
+            "too large",
+            "CheckpointError",
+            "step-2/model-00002-of-00002.safetensors",
+            "rank 1: File too large",
+            27,
+        ),
+        (
+            "eio",
+            "CheckpointError",
+            "step-2/model-00002-of-00002.safetensors",
+            "rank 1: Input/output error",
+            5,
+        ),
         ("bug", "RankError", "", "rank 1: TypeError: 'NoneType' object is not callable", None),
         ("manifest", "CheckpointError", "step-2", "No space left on device", 28),
         ("rename", "CheckpointError", "step-2", "Input/output error", 5),
     ],
 )
-def test_a_failure_on_one_rank_is_known_to_all_and_nothing_is_there(tmp_path, how, kind, file, said, cause):
+def test_a_failure_on_one_rank_is_known_to_all_and_nothing_is_there(
+    tmp_path, how, kind, file, said, cause
+):
     for rank, found in enumerate(run_distributed(save_twice, 2, str(tmp_path), how)):
         if how == "bug" and rank == 1:
             assert found[0] == "TypeError"
@@ -119,7 +153,9 @@ def test_a_failure_on_one_rank_is_known_to_all_and_nothing_is_there(tmp_path, ho
     for name, factor in (("step-1", 1.0), ("step-3", 3.0)):
         verify_checkpoint(tmp_path / name)
         half = torch.arange(1200.0).reshape(300, 4) * factor
-        assert torch.equal(read_checkpoint(tmp_path / name)["model"]["w"], torch.cat([half, half + 1]))
+        assert torch.equal(
+            read_checkpoint(tmp_path / name)["model"]["w"], torch.cat([half, half + 1])
+        )
 
 
 def die(path, victim, where):
@@ -137,7 +173,9 @@ def die(path, victim, where):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("victim", "where"), [(1, "model-"), (0, "model-"), (0, "layout"), (0, "manifest")])
+@pytest.mark.parametrize(
+    ("victim", "where"), [(1, "model-"), (0, "model-"), (0, "layout"), (0, "manifest")]
+)
 def test_a_rank_that_is_killed_in_a_save_leaves_the_earlier_checkpoint(tmp_path, victim, where):
     path = tmp_path / "step-3"
     run_distributed(save, 2, str(path))
@@ -165,7 +203,11 @@ def test_every_flipped_bit_is_found(saved):
             damaged = bytearray(sound)
             damaged[at // 8] ^= 1 << at % 8
             file.write_bytes(damaged)
-            for read in (verify_checkpoint, read_checkpoint, lambda path: read_sharded(path, {"model": None})):
+            for read in (
+                verify_checkpoint,
+                read_checkpoint,
+                lambda path: read_sharded(path, {"model": None}),
+            ):
                 with pytest.raises(CheckpointError) as caught:
                     read(saved)
                 assert caught.value.file == str(file)
@@ -193,7 +235,11 @@ def test_a_damaged_shard_is_known_to_every_rank(saved):
 def test_a_missing_shard_is_named(saved):
     file = saved / "model-00003-of-00003.safetensors"
     file.unlink()
-    for read in (verify_checkpoint, read_checkpoint, lambda path: read_sharded(path, {"model": None})):
+    for read in (
+        verify_checkpoint,
+        read_checkpoint,
+        lambda path: read_sharded(path, {"model": None}),
+    ):
         with pytest.raises(CheckpointError) as caught:
             read(saved)
         assert (caught.value.file, caught.value.reason) == (str(file), "step-70 lacks shard 3 of 3")
@@ -233,7 +279,10 @@ def chunk(whole, index=0):
         (lambda w: chunk(w).update(sizes=[1, 4]), "chunks of 20 elements for a tensor of 24"),
         (lambda w: chunk(w).update(sizes=[2**62, 4]), "not inside"),
         (lambda w: chunk(w).update(sizes=[2**70, 4]), "beyond 64 bits"),
-        (lambda w: chunk(w).update(file="../step-70/model-00001-of-00003.safetensors"), "not listed"),
+        (
+            lambda w: chunk(w).update(file="../step-70/model-00001-of-00003.safetensors"),
+            "not listed",
+        ),
         (lambda w: chunk(w).update(file="/etc/passwd"), "not listed"),
         (lambda w: chunk(w).update(file="layout.json"), "not listed"),
         (lambda w: chunk(w).update(key="b"), "not what the layout says|cannot be read"),
@@ -273,7 +322,10 @@ def test_a_hostile_layout_is_refused_before_anything_is_allocated(saved, change,
         (lambda m: m.update(shards=0), "without number of shards"),
         (lambda m: m.update(shards=2), "not one of 2 shards"),
         (lambda m: m["files"].pop("layout.json"), "without number of shards or layout"),
-        (lambda m: m["files"]["model-00001-of-00003.safetensors"].pop("shard"), "not one of 3 shards"),
+        (
+            lambda m: m["files"]["model-00001-of-00003.safetensors"].pop("shard"),
+            "not one of 3 shards",
+        ),
         (lambda m: m["parts"].update(model=None), "not listed"),
         (lambda m: m["parts"].update(model="state.json"), "not one of 3 shards"),
         (lambda m: m["parts"].update(model=["nothing"]), "not listed"),

@@ -54,7 +54,11 @@ def quick():
 def test_a_terabyte_of_nothing_is_not_hashed(tmp_path, quick, read, kind):
     path = write_checkpoint(tmp_path / "step-1", STATE, info={"step": 1})
     grow(path, tensors(path) if kind == "tensors" else kind)
-    words = "the tensors in its header end at" if kind == "tensors" else "where at most 268 MB are written"
+    words = (
+        "the tensors in its header end at"
+        if kind == "tensors"
+        else "where at most 268 MB are written"
+    )
     with pytest.raises(CheckpointError, match=words):
         read(path)
 
@@ -66,7 +70,9 @@ def test_nor_of_a_state_that_ranks_wrote(tmp_path, quick):
         read_sharded(path, {"model": {"w": torch.zeros(4)}, "progress": {"step": 0}})
 
 
-@pytest.mark.parametrize("header", [b"", b"{", b"[]", b'{"w": 3}', b'{"w": {"data_offsets": [0, "x"]}}', b'{"w": {}}'])
+@pytest.mark.parametrize(
+    "header", [b"", b"{", b"[]", b'{"w": 3}', b'{"w": {"data_offsets": [0, "x"]}}', b'{"w": {}}']
+)
 def test_a_header_that_is_none(tmp_path, quick, header):
     path = write_checkpoint(tmp_path / "step-1", STATE, info={"step": 1})
     name = tensors(path)
@@ -89,7 +95,12 @@ def test_a_header_without_end(tmp_path, quick, length):
 def test_a_run_passes_it_by_at_once(tmp_path, quick, capsys):
     def fit(epochs, ckpt_path=None):
         keeper = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+        quiet = {
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "logger": False,
+            "accelerator": "cpu",
+        }
         trainer = tk.Trainer(max_epochs=epochs, callbacks=keeper, **quiet)
         trainer.fit(TinyModule(), [torch.ones(2, 32)] * 4, ckpt_path=ckpt_path)
         return trainer
@@ -105,7 +116,9 @@ def test_a_run_passes_it_by_at_once(tmp_path, quick, capsys):
 
 def test_nothing_is_fetched_from_a_storage_before_sizes_are_known(monkeypatch):
     path = write_checkpoint("memory://sizes/step-1", STATE, info={"step": 1})
-    name = next(name for name in tk.verify_checkpoint(path)["files"] if name.endswith(".safetensors"))
+    name = next(
+        name for name in tk.verify_checkpoint(path)["files"] if name.endswith(".safetensors")
+    )
     file = path / name
     content = file.read_bytes()
     file.write_bytes(content + bytes(1 << 20))
@@ -113,6 +126,8 @@ def test_nothing_is_fetched_from_a_storage_before_sizes_are_known(monkeypatch):
     del manifest["sha256"]
     manifest["files"][name]["size"] = len(content) + (1 << 20)
     (path / MANIFEST).write_bytes(dump_manifest(manifest))
-    monkeypatch.setattr(RemotePath, "fetch_to", lambda self, file: pytest.fail(f"{self} is fetched"))
+    monkeypatch.setattr(
+        RemotePath, "fetch_to", lambda self, file: pytest.fail(f"{self} is fetched")
+    )
     with pytest.raises(CheckpointError, match="the tensors in its header end at"):
         read_checkpoint(path)

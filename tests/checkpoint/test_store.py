@@ -22,7 +22,9 @@ from trainer_kit.core.errors import CheckpointError
 @pytest.fixture
 def folder(tmp_path):
     for step in (100, 9, 20):
-        write_checkpoint(tmp_path / f"step-{step}", {"progress": {"step": step}}, info={"step": step})
+        write_checkpoint(
+            tmp_path / f"step-{step}", {"progress": {"step": step}}, info={"step": step}
+        )
     return tmp_path
 
 
@@ -32,9 +34,13 @@ def names(folder):
 
 def test_sorted_by_commit_whatever_steps_and_times_of_files_say(folder):
     assert names(folder) == ["step-100", "step-9", "step-20"]
-    again = write_checkpoint(folder / "step-9", {"progress": {"step": 9}}, info={"step": 9}, overwrite=True)
+    again = write_checkpoint(
+        folder / "step-9", {"progress": {"step": 9}}, info={"step": 9}, overwrite=True
+    )
     stepless = write_checkpoint(folder / "a", {}, info={"step": "no number"})
-    for number, name in enumerate(["a", "step-9", "step-20", "step-100"]):  # as after a copy without times
+    for number, name in enumerate(
+        ["a", "step-9", "step-20", "step-100"]
+    ):  # as after a copy without times
         os.utime(folder / name / "manifest.json", (number, number))
     assert names(folder) == ["step-100", "step-20", "step-9", "a"]
     record = checkpoints(folder)[2]
@@ -91,7 +97,13 @@ def test_a_nested_template(folder):
 def test_marks_are_checkpoints_of_this_directory(folder, tmp_path_factory):
     other = write_checkpoint(tmp_path_factory.mktemp("other") / "c", {})
     (folder / "step-9" / "state.json").unlink()
-    for path in (other, folder, folder / "absent", folder / "step-9", folder / "step-20" / ".." / ".." / "x"):
+    for path in (
+        other,
+        folder,
+        folder / "absent",
+        folder / "step-9",
+        folder / "step-20" / ".." / ".." / "x",
+    ):
         with pytest.raises(CheckpointError, match="cannot be 'best'"):
             mark(folder, best=path)
     assert not (folder / "index.json").exists()

@@ -29,7 +29,8 @@ from trainer_kit.launch.sagemaker import estimator_arguments
 from trainer_kit.strategies.launcher_options import FSDP_KEYS, fsdp_from_launcher
 
 beside = pytest.mark.skipif(
-    importlib.util.find_spec("accelerate") is None, reason="compares with the package accelerate, which is not here"
+    importlib.util.find_spec("accelerate") is None,
+    reason="compares with the package accelerate, which is not here",
 )
 
 
@@ -100,7 +101,10 @@ def test_lines_and_comments_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_file_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
-    path, other = write(tmp_path, FSDP1.replace("\n", "\r\n")), write(tmp_path, "x: 1", "other.yaml")
+    path, other = (
+        write(tmp_path, FSDP1.replace("\n", "\r\n")),
+        write(tmp_path, "x: 1", "other.yaml"),
+    )
     for words in ((), ("--output_file", other)):
         assert "only with --overwrite" in call("to-fsdp2", "--config_file", path, *words, code=2)
     call("to-fsdp2", "--config_file", path, "--output_file", other, "--overwrite")
@@ -110,19 +114,33 @@ def test_a_file_is_replaced_only_when_that_is_asked_for(tmp_path: Path) -> None:
     assert path.read_bytes() == other.read_bytes()
     assert "the configuration file" in call("to-fsdp2", "--config_file", tmp_path / "none", code=2)
     write(tmp_path, "fsdp_config: {fsdp_versoin: 1}")
-    assert "did you mean 'fsdp_version'" in call("to-fsdp2", "--config_file", path, "--overwrite", code=2)
+    assert "did you mean 'fsdp_version'" in call(
+        "to-fsdp2", "--config_file", path, "--overwrite", code=2
+    )
 
 
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (["fsdp_sharding_strategy: 1", "fsdp_version: 1"], ["fsdp_reshard_after_forward: true", "fsdp_version: 2"]),
-        (["fsdp_reshard_after_forward: SHARD_GRAD_OP"], ["fsdp_version: 2", "fsdp_reshard_after_forward: false"]),
-        (["fsdp_sharding_strategy: 'FULL_SHARD'"], ["fsdp_version: 2", "fsdp_reshard_after_forward: true"]),
+        (
+            ["fsdp_sharding_strategy: 1", "fsdp_version: 1"],
+            ["fsdp_reshard_after_forward: true", "fsdp_version: 2"],
+        ),
+        (
+            ["fsdp_reshard_after_forward: SHARD_GRAD_OP"],
+            ["fsdp_version: 2", "fsdp_reshard_after_forward: false"],
+        ),
+        (
+            ["fsdp_sharding_strategy: 'FULL_SHARD'"],
+            ["fsdp_version: 2", "fsdp_reshard_after_forward: true"],
+        ),
         (["fsdp_offload_params: true"], ["fsdp_version: 2", "fsdp_offload_params: true"]),
         (["fsdp_sync_module_states: true"], ["fsdp_version: 2"]),
         (["sharding_strategy: FULL_SHARD"], ["version: 2", "reshard_after_forward: true"]),
-        (["fsdp_version:", "fsdp_offload_params: true"], ["fsdp_version: 2", "fsdp_offload_params: true"]),
+        (
+            ["fsdp_version:", "fsdp_offload_params: true"],
+            ["fsdp_version: 2", "fsdp_offload_params: true"],
+        ),
     ],
 )
 def test_keys_and_values(lines: list[str], expected: list[str]) -> None:
@@ -158,11 +176,15 @@ def test_what_has_no_counterpart_is_refused(text: str, fix: str) -> None:
 
 def test_what_is_not_rewritten_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="two keys have one meaning"):
-        rewrite("fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: true\n")
+        rewrite(
+            "fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_reshard_after_forward: true\n"
+        )
     with pytest.raises(ConfigurationError, match="in braces"):
         rewrite("fsdp_config: {fsdp_offload_params: true}")
     path = write(tmp_path, FSDP1)
-    refused = call("to-fsdp2", "--config_file", path, "--output_file", tmp_path / "none" / "new.yaml", code=2)
+    refused = call(
+        "to-fsdp2", "--config_file", path, "--output_file", tmp_path / "none" / "new.yaml", code=2
+    )
     assert "the file cannot be written" in refused
     with pytest.raises(ConfigurationError, match="behind aliases"):
         rewrite("num_processes: &n 2\nfsdp_config:\n  fsdp_version: *n\n")
@@ -201,11 +223,17 @@ def test_the_command_for_the_machines_of_a_pod(tmp_path: Path) -> None:
     assert call("tpu-config", *bare, "--command", "ls") == LINE.format("ls")
     assert call("tpu-config", "--config_file", listed, "--debug") == LINE.format("pip list; ls")
     assert call("tpu-config", "--config_file", filed, "--debug") == LINE.format(of_file)
-    assert call("tpu-config", "--config_file", filed, "--command", "a", "--command", "b c", "--debug") == LINE.format(
-        "a; b c"
-    )
-    assert call("tpu-config", "--config_file", listed, "--command_file", file, "--debug") == LINE.format(of_file)
-    for version, name in (("latest", "accelerate -U"), ("1.15.0", "accelerate==1.15.0"), ("dev", "git+https")):
+    assert call(
+        "tpu-config", "--config_file", filed, "--command", "a", "--command", "b c", "--debug"
+    ) == LINE.format("a; b c")
+    assert call(
+        "tpu-config", "--config_file", listed, "--command_file", file, "--debug"
+    ) == LINE.format(of_file)
+    for version, name in (
+        ("latest", "accelerate -U"),
+        ("1.15.0", "accelerate==1.15.0"),
+        ("dev", "git+https"),
+    ):
         words = ("--install_accelerate", "--accelerate_version", version)
         said = call("tpu-config", *bare, "--command", "ls", *words)
         assert f"cd /usr/share; pip install {name}" in said
@@ -218,7 +246,9 @@ def test_gcloud_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     program = write(tmp_path, f"#!/bin/sh\ntouch {tmp_path}/ran\n", "gcloud")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    said = call("tpu-config", "--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--command", "ls", code=1)
+    said = call(
+        "tpu-config", "--tpu_name", "pod", "--tpu_zone", "us-central1-a", "--command", "ls", code=1
+    )
     assert said.startswith(LINE.format("ls"))
     assert "does not run gcloud" in said
     assert not (tmp_path / "ran").exists()
@@ -227,18 +257,28 @@ def test_gcloud_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_incomplete_command_is_refused(tmp_path: Path) -> None:
     whole = {"--tpu_name": "pod", "--tpu_zone": "zone", "--command": "ls"}
     for left_out in whole:
-        words = [word for flag, value in whole.items() if flag != left_out for word in (flag, value)]
+        words = [
+            word for flag, value in whole.items() if flag != left_out for word in (flag, value)
+        ]
         assert f"add {left_out}" in call("tpu-config", *words, code=2)
     words = [word for pair in whole.items() for word in pair]
-    assert "cannot be read" in call("tpu-config", *words, "--command_file", tmp_path / "none", code=2)
-    refused = call("tpu-config", *words, "--install_accelerate", "--accelerate_version", "x y", code=2)
+    assert "cannot be read" in call(
+        "tpu-config", *words, "--command_file", tmp_path / "none", code=2
+    )
+    refused = call(
+        "tpu-config", *words, "--install_accelerate", "--accelerate_version", "x y", code=2
+    )
     assert "this is not a version" in refused
-    assert "has no effect without" in call("tpu-config", *words, "--accelerate_version", "1.15.0", code=2)
+    assert "has no effect without" in call(
+        "tpu-config", *words, "--accelerate_version", "1.15.0", code=2
+    )
 
 
 @beside
 @pytest.mark.parametrize("more", [[], ["--command", "ls"], ["--install_accelerate", "--use_alpha"]])
-def test_the_words_are_those_of_accelerate(more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_words_are_those_of_accelerate(
+    more: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
 
     path = write(
@@ -249,7 +289,9 @@ def test_the_words_are_those_of_accelerate(more: list[str], tmp_path: Path, caps
     )
     words = ["--config_file", str(path), "--debug", *more]
     tpu_command_launcher(tpu_command_parser().parse_args(words))
-    assert capsys.readouterr().out == f"Running {' '.join(shlex.split(call('tpu-config', *words)))}\n"
+    assert (
+        capsys.readouterr().out == f"Running {' '.join(shlex.split(call('tpu-config', *words)))}\n"
+    )
 
 
 # -- SageMaker ---------------------------------------------------------------------------------------------------------
@@ -263,18 +305,28 @@ def test_a_job_is_printed_and_refused(tmp_path: Path) -> None:
     path = write(tmp_path, SAMPLES["sagemaker.yaml"], "job.yaml")
     script = write(tmp_path, "raise SystemExit('ran')", "train.py")
     for command in ("launch", "explain"):
-        said = call(command, "--config_file", path, script, "--lr", "5e-5", "--do-train", "True", code=2)
+        said = call(
+            command, "--config_file", path, script, "--lr", "5e-5", "--do-train", "True", code=2
+        )
         assert 'estimator role: "role"\n' in said
         assert 'estimator entry_point: "train.py"\n' in said
         assert 'estimator hyperparameters: {"lr": 5e-05, "do_train": true}\n' in said
         assert "region: us-east-1\nprofile: default\n" in said
-        assert "does not start a SageMaker job, which would rent machines with your AWS account\n  found: " in said
+        assert (
+            "does not start a SageMaker job, which would rent machines with your AWS account\n  found: "
+            in said
+        )
         assert "job.yaml:1" in said
-    for words in (["--api_key", "hunter3"], ["--api-key=hunter3", "--store", "s3://me:hunter3@host/data"]):
+    for words in (
+        ["--api_key", "hunter3"],
+        ["--api-key=hunter3", "--store", "s3://me:hunter3@host/data"],
+    ):
         masked = call("launch", "--config_file", path, script, *words, code=2)
         assert '"api_key": "***"' in masked
         assert "hunter3" not in masked
-    secret = call("launch", "--config_file", path, "--aws_secret_access_key", "hunter2", script, code=2)
+    secret = call(
+        "launch", "--config_file", path, "--aws_secret_access_key", "hunter2", script, code=2
+    )
     assert "AWS keys are not read" in secret
     assert "hunter2" not in secret
 
@@ -282,9 +334,13 @@ def test_a_job_is_printed_and_refused(tmp_path: Path) -> None:
 def test_files_of_inputs_and_metrics(tmp_path: Path) -> None:
     write(tmp_path, "name\tplace\ntrain\ts3://bucket/train \n", "inputs.tsv")
     write(tmp_path, "name\tregex\nloss\tloss=(.*)\n", "metrics.tsv")
-    text = SAMPLES["sagemaker.yaml"].replace("inputs_file: null", f"inputs_file: {tmp_path}/inputs.tsv")
+    text = SAMPLES["sagemaker.yaml"].replace(
+        "inputs_file: null", f"inputs_file: {tmp_path}/inputs.tsv"
+    )
     text = text.replace("metrics_file: null", f"metrics_file: {tmp_path}/metrics.tsv")
-    found, inputs = estimator_arguments(job(tmp_path, text), "a/train.py", ["--n=3", "--least", "-1e-3"])
+    found, inputs = estimator_arguments(
+        job(tmp_path, text), "a/train.py", ["--n=3", "--least", "-1e-3"]
+    )
     assert inputs == {"train": "s3://bucket/train"}
     assert found["metric_definitions"] == [{"Name": "loss", "Regex": "loss=(.*)"}]
     assert (found["source_dir"], found["hyperparameters"]) == ("a", {"n": 3, "least": -1e-3})
@@ -293,7 +349,9 @@ def test_files_of_inputs_and_metrics(tmp_path: Path) -> None:
         estimator_arguments(job(tmp_path, text.replace("inputs.tsv", "none.tsv")), "train.py", [])
 
 
-@pytest.mark.parametrize("words", [["--do_train"], ["--do_train", "--lr", "1"], ["word"], ["-n", "1"]])
+@pytest.mark.parametrize(
+    "words", [["--do_train"], ["--do_train", "--lr", "1"], ["word"], ["-n", "1"]]
+)
 def test_arguments_that_sagemaker_cannot_pass(words: list[str], tmp_path: Path) -> None:
     options = job(tmp_path, SAMPLES["sagemaker.yaml"])
     with pytest.raises(ConfigurationError, match="--name value"):
@@ -301,12 +359,16 @@ def test_arguments_that_sagemaker_cannot_pass(words: list[str], tmp_path: Path) 
     with pytest.raises(ConfigurationError, match="a Python file"):
         estimator_arguments(options, "train.sh", [])
     with pytest.raises(ConfigurationError, match="needs iam_role_name"):
-        estimator_arguments(job(tmp_path, SAMPLES["sagemaker.yaml"].replace("iam_role_name: role", "")), "a.py", [])
+        estimator_arguments(
+            job(tmp_path, SAMPLES["sagemaker.yaml"].replace("iam_role_name: role", "")), "a.py", []
+        )
 
 
 @beside
 @pytest.mark.parametrize("kind", ["DATA_PARALLEL", "MODEL_PARALLEL"])
-def test_the_job_is_that_of_accelerate(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_is_that_of_accelerate(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
     from accelerate.utils.launch import prepare_sagemager_args_inputs
 
@@ -315,7 +377,18 @@ def test_the_job_is_that_of_accelerate(kind: str, tmp_path: Path, monkeypatch: p
     text = SAMPLES["sagemaker.yaml"].replace("DATA_PARALLEL", kind)
     text += "mixed_precision: bf16\ndebug: false\nuse_cpu: false\n"
     path = write(tmp_path, text, "job.yaml")
-    words = ["--model", "bert", "--do_train", "False", "--epochs", "3", "--lr", "5e-5", "--steps", "50.5"]
+    words = [
+        "--model",
+        "bert",
+        "--do_train",
+        "False",
+        "--epochs",
+        "3",
+        "--lr",
+        "5e-5",
+        "--steps",
+        "50.5",
+    ]
     theirs, inputs = prepare_sagemager_args_inputs(
         load_config_from_file(str(path)),
         argparse.Namespace(
@@ -335,7 +408,14 @@ def test_the_job_is_that_of_accelerate(kind: str, tmp_path: Path, monkeypatch: p
 def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     # Accelerate's own test expects 433249280 and 90669056 bytes for bert-base-cased.
-    words = ("estimate-memory", "BertModel", "--library_name", "transformers", "--args", "{vocab_size: 28996}")
+    words = (
+        "estimate-memory",
+        "BertModel",
+        "--library_name",
+        "transformers",
+        "--args",
+        "{vocab_size: 28996}",
+    )
     said = call(*words, "--dtypes", "float32", "int8").splitlines()
     assert [line.split()[0] for line in said[1:4]] == ["DTYPE", "float32", "int8"]
     assert said[2].split()[1:3] == ["433", "MB"]
@@ -344,8 +424,12 @@ def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.Mo
     assert "did you mean 'float32'" in call(*words, "--dtypes", "float23", code=2)
     wrong = call("estimate-memory", "BertModle", "--library_name", "transformers", code=2)
     assert "did you mean 'BertModel'" in wrong
-    assert "models are not downloaded" in call("estimate-memory", "org/name", "--library_name", "timm", code=2)
-    (tmp_path / "config.json").write_text('{"model_type": "bert", "auto_map": {"AutoConfig": "own.Config"}}')
+    assert "models are not downloaded" in call(
+        "estimate-memory", "org/name", "--library_name", "timm", code=2
+    )
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "bert", "auto_map": {"AutoConfig": "own.Config"}}'
+    )
     (tmp_path / "own.py").write_text("raise SystemExit('ran')")
     assert "Traceback" not in call("estimate-memory", tmp_path, "--library_name", "transformers")
     for mapped in (
@@ -362,11 +446,16 @@ def test_options_of_accelerate_for_memory(tmp_path: Path, monkeypatch: pytest.Mo
     stand_in = types.ModuleType("timm")
     stand_in.create_model = lambda name, pretrained, width=4: nn.Linear(width, width)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "timm", stand_in)
-    assert "timm-net: 72 numbers" in call("estimate-memory", "timm-net", "--library_name", "timm", "--args", "width: 8")
+    assert "timm-net: 72 numbers" in call(
+        "estimate-memory", "timm-net", "--library_name", "timm", "--args", "width: 8"
+    )
 
 
 def test_the_plugin_reads_what_was_converted(monkeypatch: pytest.MonkeyPatch) -> None:
-    for text, expected in ((FSDP1, {"sharding_strategy": "SHARD_GRAD_OP"}), (FSDP2, {"reshard_after_forward": False})):
+    for text, expected in (
+        (FSDP1, {"sharding_strategy": "SHARD_GRAD_OP"}),
+        (FSDP2, {"reshard_after_forward": False}),
+    ):
         section = yaml.safe_load(text)["fsdp_config"]
         monkeypatch.setenv("TRAINER_KIT_DISTRIBUTED_TYPE", "FSDP")
         for name in FSDP_KEYS:

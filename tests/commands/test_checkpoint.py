@@ -67,12 +67,17 @@ def test_ls_of_nothing(tmp_path):
 
 
 def test_verify(kept):
-    assert call("verify", kept / "step-3", kept / "step-6") == (0, f"{kept}/step-3: ok\n{kept}/step-6: ok\n")
+    assert call("verify", kept / "step-3", kept / "step-6") == (
+        0,
+        f"{kept}/step-3: ok\n{kept}/step-6: ok\n",
+    )
     damage(kept / "step-6")
     code, said = call("verify", kept)
     assert code == 1
     assert said.splitlines()[::2] == [f"{kept}/step-3: ok", f"{kept}/step-9: ok"]
-    assert re.fullmatch(r".*/step-6: damaged: state\.json: 2 bytes, but \d+ were written", said.splitlines()[1])
+    assert re.fullmatch(
+        r".*/step-6: damaged: state\.json: 2 bytes, but \d+ were written", said.splitlines()[1]
+    )
 
 
 def test_verify_skips_what_is_not_a_checkpoint(kept):
@@ -108,7 +113,9 @@ def test_verify_names_what_is_left_of_a_checkpoint(kept):
     assert f"{kept}/step-6: damaged: not a checkpoint: it has no manifest.json" in said
 
 
-@pytest.mark.parametrize("place", ["version_0/checkpoints", "checkpoints", "lightning/version_0/checkpoints"])
+@pytest.mark.parametrize(
+    "place", ["version_0/checkpoints", "checkpoints", "lightning/version_0/checkpoints"]
+)
 def test_the_checkpoints_of_a_run_are_found_below_its_directory(kept, tmp_path_factory, place):
     run = tmp_path_factory.mktemp("run")
     (run / place).parent.mkdir(parents=True, exist_ok=True)
@@ -119,7 +126,10 @@ def test_the_checkpoints_of_a_run_are_found_below_its_directory(kept, tmp_path_f
     first, _, three, *_ = said.splitlines()
     assert first == f"{run / place}:"
     assert three.startswith("step-3 ")
-    assert call("verify", run) == (0, "".join(f"{run / place}/step-{step}: ok\n" for step in (3, 6, 9)))
+    assert call("verify", run) == (
+        0,
+        "".join(f"{run / place}/step-{step}: ok\n" for step in (3, 6, 9)),
+    )
 
 
 def test_diff(kept):
@@ -143,7 +153,10 @@ def test_export(kept):
     target = kept / "out.safetensors"
     assert call("export", kept / "step-3", target) == (0, f"{target}\n")
     assert torch.equal(safetensors.torch.load_file(target)["w"], torch.full((2, 2), 3.0))
-    assert call("export", kept / "step-3", kept / "x.y", "--format", "torch") == (0, f"{kept}/x.y\n")
+    assert call("export", kept / "step-3", kept / "x.y", "--format", "torch") == (
+        0,
+        f"{kept}/x.y\n",
+    )
     assert torch.load(kept / "x.y", weights_only=True)["w"].shape == (2, 2)
     assert call("export", kept / "step-3", kept / "hub", "--max-shard-size", "1KB")[0] == 0
     assert os.listdir(kept / "hub") == ["model.safetensors"]
@@ -234,7 +247,11 @@ def test_help_is_short(name):
 
 @pytest.mark.slow
 def test_the_module_is_the_command(kept):
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     damage(kept / "step-9")
     done = subprocess.run(
         [sys.executable, "-m", "trainer_kit", "checkpoint", "verify", "step-6", "step-9"],
@@ -243,5 +260,7 @@ def test_the_module_is_the_command(kept):
     assert done.returncode == 1
     assert done.stdout.splitlines()[0] == "step-6: ok"
     code = "import sys, trainer_kit.commands.main; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout == "False\n", "--help does not wait for torch"

@@ -15,7 +15,13 @@ BATCHES = [torch.ones(2, 3)] * 2
 
 
 class Sized(tk.TrainModule):
-    def __init__(self, width: int, scale: float = 1.0, sizes: tuple[int, int] = (1, 1), act: type[nn.Module] = nn.ReLU):
+    def __init__(
+        self,
+        width: int,
+        scale: float = 1.0,
+        sizes: tuple[int, int] = (1, 1),
+        act: type[nn.Module] = nn.ReLU,
+    ):
         super().__init__()
         self.save_hyperparameters()
         self.net = nn.Linear(3, width)
@@ -42,7 +48,12 @@ class Sized(tk.TrainModule):
 def checkpoint(tmp_path):
     module = Sized(6, 3.0, (4, 5), nn.GELU)
     trainer = tk.Trainer(
-        max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, accelerator="cpu", devices=1
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accelerator="cpu",
+        devices=1,
     )
     trainer.fit(module)
     trainer.save_checkpoint(tmp_path / "c")
@@ -51,7 +62,10 @@ def checkpoint(tmp_path):
 
 def run(command, *words, subclass=False):
     return LightningCLI(
-        Sized, save_config_callback=None, subclass_mode_model=subclass, args=[command, *words, *QUIET]
+        Sized,
+        save_config_callback=None,
+        subclass_mode_model=subclass,
+        args=[command, *words, *QUIET],
     ).model.hparams
 
 
@@ -62,7 +76,12 @@ def test_arguments_come_from_the_checkpoint(command, subclass, checkpoint, capsy
     if command == "fit":
         words.append("--trainer.max_epochs=2")
     hparams = run(command, *words, f"--ckpt_path={checkpoint}", subclass=subclass)
-    assert (hparams.width, hparams.scale, tuple(hparams.sizes), hparams.act) == (6, 3.0, (4, 5), nn.GELU)
+    assert (hparams.width, hparams.scale, tuple(hparams.sizes), hparams.act) == (
+        6,
+        3.0,
+        (4, 5),
+        nn.GELU,
+    )
     said = capsys.readouterr().out
     assert f"hyperparameters of {checkpoint}: width=6, scale=3.0, sizes=(4, 5)" in said
     assert "differ from" not in said
@@ -75,7 +94,10 @@ def test_words_and_files_win(checkpoint, tmp_path, capsys):
     assert (hparams.width, hparams.scale, tuple(hparams.sizes)) == (6, 1.0, (7, 8))
     said = capsys.readouterr().out
     assert "from the command line or a configuration file: scale, sizes" in said
-    assert "hyperparameters of the module differ from the checkpoint's: scale=1.0 (checkpoint: 3.0), sizes=" in said
+    assert (
+        "hyperparameters of the module differ from the checkpoint's: scale=1.0 (checkpoint: 3.0), sizes="
+        in said
+    )
 
 
 def test_the_function_takes_them_too(checkpoint):
@@ -89,7 +111,12 @@ def test_a_missing_checkpoint_is_still_the_error_of_the_entry_point(tmp_path):
 
 
 def test_a_module_with_other_hyperparameters_is_named(checkpoint, capsys):
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     trainer = tk.Trainer(**options, devices=1, max_epochs=2)
     trainer.test(Sized(6, 5.0, (4, 5), nn.GELU), ckpt_path=checkpoint, verbose=False)
     line = "hyperparameters of the module differ from the checkpoint's: scale=5.0 (checkpoint: 3.0)"

@@ -93,7 +93,9 @@ def script(tmp_path, programs):
 
     def call(*words, choose=False, lines="", anew=False):
         environment = {**os.environ, "CHOOSE": "1"} if choose else os.environ
-        return programs.run("train.py", *map(str, words), environment=environment, given=lines, anew=anew)
+        return programs.run(
+            "train.py", *map(str, words), environment=environment, given=lines, anew=anew
+        )
 
     return call
 
@@ -125,7 +127,12 @@ def refusals(script, cases, **options):
 
 @pytest.mark.slow
 def test_options_are_saved_in_a_configuration_file(script, tmp_path):
-    options = ["--trainer.max_epochs=2", "--data.batch_size=8", "--model.lr=0.25", "--seed_everything=5"]
+    options = [
+        "--trainer.max_epochs=2",
+        "--data.batch_size=8",
+        "--model.lr=0.25",
+        "--seed_everything=5",
+    ]
     callbacks = ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks+=EarlyStopping"]
     more = ["--trainer.callbacks.monitor=val_loss", "--trainer.logger=csv", "--data.api_key=hush"]
     first = found(script("fit", *QUIET, *options, *callbacks, *more))
@@ -154,13 +161,19 @@ def test_options_are_saved_in_a_configuration_file(script, tmp_path):
 
 @pytest.mark.slow
 def test_print_config_prints_an_equivalent_file(script, tmp_path):
-    options = ["--trainer.max_steps=3", "--trainer.logger=false", "--trainer.callbacks=Timer", "--model.lr=0.5"]
+    options = [
+        "--trainer.max_steps=3",
+        "--trainer.logger=false",
+        "--trainer.callbacks=Timer",
+        "--model.lr=0.5",
+    ]
     printed = script("fit", *QUIET, *options, "--print_config")
     assert printed.returncode == 0, printed.stderr
     (tmp_path / "mine.yaml").write_text(printed.stdout)
     file, fewer = "--config=mine.yaml", "--trainer.max_steps=1"
     once, twice, *rest = several(
-        script, [["fit", *QUIET, *options], ["fit", file], ["fit", file, fewer], ["fit", fewer, file]]
+        script,
+        [["fit", *QUIET, *options], ["fit", file], ["fit", file, fewer], ["fit", fewer, file]],
     )
     assert once == twice
     assert once["step"] == 3
@@ -170,13 +183,17 @@ def test_print_config_prints_an_equivalent_file(script, tmp_path):
 def test_a_subclass_by_class_path(script, tmp_path):
     ways = {
         "bare.yaml": {"model": {"class_path": "Wide", "init_args": {"width": 7, "lr": 0.5}}},
-        "full.yaml": {"model": {"class_path": "__main__.Wide", "init_args": {"width": 7, "lr": 0.5}}},
+        "full.yaml": {
+            "model": {"class_path": "__main__.Wide", "init_args": {"width": 7, "lr": 0.5}}
+        },
     }
     for name, content in ways.items():
         (tmp_path / name).write_text(yaml.safe_dump(content))
     rest = [*QUIET, "--trainer.fast_dev_run=true"]
     option = ["fit", "--model=Wide", "--model.width=7", "--model.lr=0.5", *rest]
-    *by_file, by_option = several(script, [*(["fit", "--config", name, *rest] for name in ways), option], choose=True)
+    *by_file, by_option = several(
+        script, [*(["fit", "--config", name, *rest] for name in ways), option], choose=True
+    )
     assert by_file == [by_option] * 2
     assert (by_option["module"], by_option["width"], by_option["lr"]) == ("Wide", 7, 0.5)
     assert not (tmp_path / "config.yaml").exists()  # fast_dev_run writes nothing
@@ -193,7 +210,12 @@ def test_parts_by_class_path_and_every_verb(script, tmp_path):
                         "init_args": {"device": "cpu"},
                     },
                     "precision": "bf16-mixed",
-                    "logger": [{"class_path": "trainer_kit.loggers.CSVLogger", "init_args": {"save_dir": "logs"}}],
+                    "logger": [
+                        {
+                            "class_path": "trainer_kit.loggers.CSVLogger",
+                            "init_args": {"save_dir": "logs"},
+                        }
+                    ],
                     "enable_checkpointing": False,
                     "enable_model_summary": False,
                     "max_epochs": 1,
@@ -211,8 +233,12 @@ def test_parts_by_class_path_and_every_verb(script, tmp_path):
 
 @pytest.mark.long
 def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
-    (tmp_path / "two.yaml").write_text("trainer: {devices: 2, accelerator: cpu, max_epochs: 1, logger: csv}\n")
-    ran = found(script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false", anew=True))
+    (tmp_path / "two.yaml").write_text(
+        "trainer: {devices: 2, accelerator: cpu, max_epochs: 1, logger: csv}\n"
+    )
+    ran = found(
+        script("fit", "--config=two.yaml", "--trainer.enable_model_summary=false", anew=True)
+    )
     assert (ran["world"], ran["step"]) == (2, 2)
     assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]
     assert Path(ran["directory"], "config.yaml").is_file()
@@ -220,13 +246,21 @@ def test_two_processes_from_a_file_write_one_configuration(script, tmp_path):
 
 @pytest.mark.slow
 def test_existing_files_are_never_replaced(script, tmp_path):
-    (tmp_path / "config.yaml").write_text("trainer: {max_steps: 2, logger: false, enable_model_summary: false}\n")
+    (tmp_path / "config.yaml").write_text(
+        "trainer: {max_steps: 2, logger: false, enable_model_summary: false}\n"
+    )
     before = (tmp_path / "config.yaml").read_bytes()
-    cases = [["fit", "--config=config.yaml", *QUIET]] * 2 + [["fit", "--config=config.yaml", "--model.lr=1", *QUIET]]
+    cases = [["fit", "--config=config.yaml", *QUIET]] * 2 + [
+        ["fit", "--config=config.yaml", "--model.lr=1", *QUIET]
+    ]
     several(script, cases)
     assert (tmp_path / "config.yaml").read_bytes() == before
     # The same configuration twice is one file.
-    assert sorted(path.name for path in tmp_path.glob("*.yaml")) == ["config-2.yaml", "config-3.yaml", "config.yaml"]
+    assert sorted(path.name for path in tmp_path.glob("*.yaml")) == [
+        "config-2.yaml",
+        "config-3.yaml",
+        "config.yaml",
+    ]
 
 
 OPTION = {
@@ -244,7 +278,10 @@ WRONG = [
     *((["fit", option], f"train.py fit: --trainer.{said}") for option, said in OPTION.items()),
     (["fit", "--model.lr=x"], "train.py fit: --model.lr: expected float, found x"),
     (["fit", "--model.lr"], "train.py fit: --model.lr: expected one argument"),
-    (["fit", "--seed_everything=x"], "train.py fit: --seed_everything: expected int or bool, found x"),
+    (
+        ["fit", "--seed_everything=x"],
+        "train.py fit: --seed_everything: expected int or bool, found x",
+    ),
     (["fit", "3"], "train.py fit: 3: unexpected"),
     (
         ["--config=a.yaml", "fit"],
@@ -260,7 +297,11 @@ def test_a_wrong_call_is_one_line(script):
 
 
 def test_an_error_of_the_trainer_prints_no_traceback(script):
-    cases = [["fit", "--trainer.logger=cvs"], ["fit", "--trainer.precision=3"], ["fit", "--trainer.strategy=dpd"]]
+    cases = [
+        ["fit", "--trainer.logger=cvs"],
+        ["fit", "--trainer.precision=3"],
+        ["fit", "--trainer.strategy=dpd"],
+    ]
     said = refusals(script, cases)
     assert [text.splitlines()[0] for text in said] == [
         "no logger is called 'cvs'",
@@ -274,7 +315,10 @@ def test_a_wrong_choice_of_a_class_is_one_line(script):
     cases = {
         (): "required",
         ("--model=Wid",): "no class is called 'Wid', did you mean 'Wide'?",
-        ("--model=Wide", "--model.wdth=3"): "__main__.Wide does not take 'wdth', did you mean 'width'?",
+        (
+            "--model=Wide",
+            "--model.wdth=3",
+        ): "__main__.Wide does not take 'wdth', did you mean 'width'?",
         ("--model=Wide", "--model.width=x"): "width: expected int, found x",
         ("--model=no.such.Class",): "no.such.Class cannot be imported: No module named 'no'",
         ("--model=torch.nn.Linear",): "torch.nn.Linear is not a subclass of TinyModule",
@@ -328,14 +372,19 @@ def test_a_wrong_file_is_one_line_with_its_place(script, tmp_path):
 class Loose(TinyModule):
     """A module with an argument of any kind, and one that is a mapping."""
 
-    def __init__(self, part: Any = None, names: dict[str, Any] | None = None, lr: float = 0.1) -> None:
+    def __init__(
+        self, part: Any = None, names: dict[str, Any] | None = None, lr: float = 0.1
+    ) -> None:
         super().__init__(lr)
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model.names={a: " + FLAT + "}"], "--model.names: more than 2000 values, aliases written out"),
+        (
+            ["--model.names={a: " + FLAT + "}"],
+            "--model.names: more than 2000 values, aliases written out",
+        ),
         (["--model.part", FLAT], "--model.part: more than 2000 values, aliases written out"),
         (["--model.lr", "[" * 3000], "--model.lr: nested deeper than 50 levels"),
         (
@@ -343,7 +392,9 @@ class Loose(TinyModule):
             "--model.part: 'part' of Loose has no type, so no class is made for it; annotate it with one",
         ),
         (
-            ["--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: a, patiense: {}}}"],
+            [
+                "--trainer.callbacks={class_path: EarlyStopping, init_args: {monitor: a, patiense: {}}}"
+            ],
             "--trainer.callbacks: EarlyStopping does not take 'patiense', did you mean 'patience'?",
         ),
     ],
@@ -369,7 +420,9 @@ def test_wrong_arguments_of_compile_are_reported_before_anything_runs(options, s
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("value", "seconds"), [("false", float("inf")), ("90", 90.0), ("5min", 300.0)])
+@pytest.mark.parametrize(
+    ("value", "seconds"), [("false", float("inf")), ("90", 90.0), ("5min", 300.0)]
+)
 def test_a_file_sets_every_form_of_the_hang_timeout(value, seconds, tmp_path):
     """A value that the documentation names, as YAML reads it: `false` is no text."""
 
@@ -380,7 +433,10 @@ def test_a_file_sets_every_form_of_the_hang_timeout(value, seconds, tmp_path):
     (tmp_path / "run.yaml").write_text(
         f"trainer: {{hang_timeout: {value}, barebones: true, max_epochs: 1, accelerator: cpu}}"
     )
-    assert tk.cli(Loaded, args=["fit", f"--config={tmp_path}/run.yaml"]).trainer.hang_timeout == seconds
+    assert (
+        tk.cli(Loaded, args=["fit", f"--config={tmp_path}/run.yaml"]).trainer.hang_timeout
+        == seconds
+    )
 
 
 MUTATE = r"""
@@ -472,7 +528,11 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
         "lr_scheduler:\n  class_path: ReduceLROnPlateau\n  init_args: {patience: 1}\nlr_scheduler_monitor: val_loss\n"
     )
     quiet = ["fit", *QUIET, "--trainer.max_epochs=1"]
-    scheduled = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1", "--lr_scheduler_interval=step"]
+    scheduled = [
+        "--lr_scheduler=StepLR",
+        "--lr_scheduler.step_size=1",
+        "--lr_scheduler_interval=step",
+    ]
     options = ["--trainer.logger=csv", "--optimizer", "AdamW", "--optimizer.lr=0.5", *scheduled]
     cases = [[*quiet, *options], [*quiet, "--config=named.yaml"], quiet]
     one, file, own = several(script, cases)
@@ -483,7 +543,10 @@ def test_the_optimizer_and_the_scheduler_are_named_in_place_of_code(script, tmp_
     left = [f"--config={one['directory']}/config.yaml", "--trainer.logger=false"]
     again, _ = several(script, [["fit", *left], ["test", *left]])
     assert all(again[name] == one[name] for name in ("optimizers", "schedulers", "weight"))
-    assert "--optimizer counts: TinyModule.configure_optimizers is not called" in script(*quiet, *options).stdout
+    assert (
+        "--optimizer counts: TinyModule.configure_optimizers is not called"
+        in script(*quiet, *options).stdout
+    )
 
     wrong = {
         "--optimizer=AdamX": "train.py fit: --optimizer: no class is called 'AdamX', did you mean 'Adam'?",
@@ -507,6 +570,10 @@ class Keeps(TinyModule):
 
 
 def test_a_checkpoint_callback_of_the_module_counts_for_the_configuration(tmp_path: Path) -> None:
-    quiet = ["--trainer.logger=false", "--trainer.enable_checkpointing=false", "--trainer.enable_progress_bar=false"]
+    quiet = [
+        "--trainer.logger=false",
+        "--trainer.enable_checkpointing=false",
+        "--trainer.enable_progress_bar=false",
+    ]
     tk.cli(Keeps, args=["fit", "--trainer.max_steps=1", "--trainer.accelerator=cpu", *quiet])
     assert [path.name for path in tmp_path.rglob("config*.yaml")] == ["config.yaml"]

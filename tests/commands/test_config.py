@@ -123,7 +123,13 @@ def test_an_interrupted_wizard_restores_the_terminal() -> None:
 @pytest.mark.slow
 def test_a_terminal_without_arrow_keys_has_numbers() -> None:
     person = Terminal("config", term="dumb")
-    for question in ("Where will it run?", "On what?", "Mixed precision?", "Compile models", "Check what"):
+    for question in (
+        "Where will it run?",
+        "On what?",
+        "Mixed precision?",
+        "Compile models",
+        "Check what",
+    ):
         person.answer(question, "\r")
     code, _ = person.close()
     assert code == 0
@@ -160,7 +166,9 @@ def test_incomplete_answers_write_nothing() -> None:
     ],
 )
 def test_engines_can_be_configured(number: int, kind: str, key: str, value: object) -> None:
-    code, output = call("config", "--config_file", "other.yaml", text=f"1\n3\n1\n8\n{number}\n" + "\n" * 12)
+    code, output = call(
+        "config", "--config_file", "other.yaml", text=f"1\n3\n1\n8\n{number}\n" + "\n" * 12
+    )
     assert code == 0, output
     found = read_configuration(Path("other.yaml")).values
     assert (found["distributed_type"], found["num_processes"], found[key]) == (kind, 8, value)
@@ -192,7 +200,10 @@ def test_default_and_show() -> None:
     WRITTEN.write_text("num_proceses: 1\n")
     code, output = call("config", "show")
     assert code == 2
-    assert output == f"Error: {WRITTEN.absolute()}:1: num_proceses: unknown key, did you mean 'num_processes'?\n"
+    assert (
+        output
+        == f"Error: {WRITTEN.absolute()}:1: num_proceses: unknown key, did you mean 'num_processes'?\n"
+    )
 
 
 def test_env_masks_secrets() -> None:
@@ -201,7 +212,13 @@ def test_env_masks_secrets() -> None:
     code, output = call("env", WANDB_API_KEY="hush1", TRAINER_KIT_DEBUG="1")
     assert code == 0
     assert "hush" not in output
-    for line in ("trainer_kit: ", "torch: ", "accelerator: ", "$TRAINER_KIT_DEBUG: 1", "$WANDB_API_KEY: ***"):
+    for line in (
+        "trainer_kit: ",
+        "torch: ",
+        "accelerator: ",
+        "$TRAINER_KIT_DEBUG: 1",
+        "$WANDB_API_KEY: ***",
+    ):
         assert line in output
     assert f"configuration: {WRITTEN.absolute()}\n" in output
     assert "  mixed_precision: bf16\n" in output

@@ -26,7 +26,14 @@ command = importlib.import_module("trainer_kit.commands.doctor")
 
 @pytest.fixture
 def doctor(monkeypatch, tmp_path):
-    for name in ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "RANK", "WORLD_SIZE"):
+    for name in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "GLOO_SOCKET_IFNAME",
+        "NCCL_SOCKET_IFNAME",
+        "RANK",
+        "WORLD_SIZE",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))  # whatever else runs here
 
@@ -41,10 +48,23 @@ def doctor(monkeypatch, tmp_path):
 def test_every_check_prints_a_line(doctor):
     code, said = doctor()
     assert code == (1 if "\nfix" in said else 0)
-    for about in ("python", "torch", "cores", "ranks", "backends", "network", "ports", "disk", "open files", "clock"):
+    for about in (
+        "python",
+        "torch",
+        "cores",
+        "ranks",
+        "backends",
+        "network",
+        "ports",
+        "disk",
+        "open files",
+        "clock",
+    ):
         assert any(line[8:].startswith(about) for line in said.splitlines()), about
     assert f"{torch.__version__}" in said
-    assert said.splitlines()[-1].startswith(f"{sum(line[:1] != ' ' for line in said.splitlines()) - 1} checks: ")
+    assert said.splitlines()[-1].startswith(
+        f"{sum(line[:1] != ' ' for line in said.splitlines()) - 1} checks: "
+    )
 
 
 def test_variables_with_invalid_values_are_reported(doctor, monkeypatch):
@@ -110,7 +130,12 @@ def test_versions_are_those_that_the_package_asks_for(doctor, monkeypatch, tmp_p
     info = tmp_path / "trainer_kit-0.1.0.dist-info"
     info.mkdir()
     needs = ["torch>=99", "numpy", "no-such-package>=2", 'rich>=999; extra == "rich"']
-    lines = ["Metadata-Version: 2.1", "Name: trainer-kit", "Version: 0.1.0", *(f"Requires-Dist: {n}" for n in needs)]
+    lines = [
+        "Metadata-Version: 2.1",
+        "Name: trainer-kit",
+        "Version: 0.1.0",
+        *(f"Requires-Dist: {n}" for n in needs),
+    ]
     (info / "METADATA").write_text("\n".join(lines) + "\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     code, said = doctor()
@@ -131,14 +156,18 @@ def test_a_clock_that_was_never_set(doctor, monkeypatch):
 def test_it_measures_this_process(doctor):
     _, printed = doctor()
     for about in ("GEMM", "memory", "disk"):
-        assert any(line[8:].startswith(about) and line.endswith("/s") for line in printed.splitlines()), about
+        assert any(
+            line[8:].startswith(about) and line.endswith("/s") for line in printed.splitlines()
+        ), about
     assert "clocks" not in printed  # there is one rank
 
 
 @pytest.mark.slow
 def test_it_starts_ranks_and_compares_them(monkeypatch, tmp_path):
     def report(*more):
-        result = CliRunner().invoke(main, ["doctor", "--directory", str(tmp_path), "--devices", "2", "--json", *more])
+        result = CliRunner().invoke(
+            main, ["doctor", "--directory", str(tmp_path), "--devices", "2", "--json", *more]
+        )
         return result.exit_code, json.loads(result.output)
 
     code, found = report()
@@ -148,11 +177,15 @@ def test_it_starts_ranks_and_compares_them(monkeypatch, tmp_path):
     assert "disk" not in found["ranks"][1]["speeds"], "once for each machine"
     versions = survey.versions
     monkeypatch.setattr(
-        survey, "versions", lambda device: {**versions(device), "torch": "1." + os.environ.get("RANK", "")}
+        survey,
+        "versions",
+        lambda device: {**versions(device), "torch": "1." + os.environ.get("RANK", "")},
     )
     code, found = report()  # forked ranks have the change
     assert code == 1
-    (wrong,) = [each for each in found["findings"] if each["about"] == "versions" and each["level"] == "fix"]
+    (wrong,) = [
+        each for each in found["findings"] if each["about"] == "versions" and each["level"] == "fix"
+    ]
     assert wrong["text"].startswith("torch 1.1 on rank 1 (")
 
 
@@ -169,7 +202,11 @@ def test_under_a_launcher_rank_0_reports_for_all(tmp_path):
         f"--directory={tmp_path}",
     ]
     done = subprocess.run(
-        [sys.executable, "-m", "trainer_kit", *words], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-m", "trainer_kit", *words],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     lines = done.stdout.splitlines()
     wrong = [line for line in lines if line.startswith("fix ")]
@@ -184,7 +221,12 @@ def test_under_a_launcher_rank_0_reports_for_all(tmp_path):
 @pytest.mark.slow
 def test_ranks_that_do_not_connect(doctor, monkeypatch):
     monkeypatch.setattr(command, "_TIMEOUT", timedelta(seconds=1))
-    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+    for name, value in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "LOCAL_WORLD_SIZE": "2",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     code, printed = doctor()

@@ -115,8 +115,18 @@ def _scripts(tmp_path: Path) -> None:
 
 def environ() -> dict[str, str]:
     here = os.getcwd()
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "HF_HOME")}
-    return {**own, "PYTHONPATH": str(ROOT), "TMPDIR": here, "XDG_CONFIG_HOME": here, "XDG_CACHE_HOME": here}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTEST_CURRENT_TEST", "HF_HOME")
+    }
+    return {
+        **own,
+        "PYTHONPATH": str(ROOT),
+        "TMPDIR": here,
+        "XDG_CONFIG_HOME": here,
+        "XDG_CACHE_HOME": here,
+    }
 
 
 def start(*words: str, **more: str) -> subprocess.Popen[str]:
@@ -136,7 +146,15 @@ def launch(*words: str) -> tuple[int, str, str]:
 
 
 def on_two_machines(*words: str) -> list[tuple[int, str, str]]:
-    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
+    shared = (
+        "--cpu",
+        "--num_machines",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(free_port()),
+    )
     agents = [start(*shared, "--machine_rank", rank, *words) for rank in "10"]
     ended = []
     for agent in reversed(agents):
@@ -170,7 +188,9 @@ def children(pid: int) -> set[int]:
     return below.union(*(children(child) for child in below))
 
 
-def ranks_that_listen_to_nobody_outside(agents: list[subprocess.Popen[str]], processes: int) -> None:
+def ranks_that_listen_to_nobody_outside(
+    agents: list[subprocess.Popen[str]], processes: int
+) -> None:
     """Two ranks have begun; whatever their agents and they listen at is of this machine only."""
     deadline = time.monotonic() + 60
     while not all(Path(f"ready-{rank}").exists() for rank in range(2)):
@@ -188,18 +208,25 @@ def ranks_that_listen_to_nobody_outside(agents: list[subprocess.Popen[str]], pro
 
 
 def call(*words: str, **more: str) -> tuple[int, str]:
-    result = CliRunner(env={"XDG_CONFIG_HOME": os.getcwd(), "XDG_CACHE_HOME": os.getcwd(), **more}).invoke(main, words)
+    result = CliRunner(
+        env={"XDG_CONFIG_HOME": os.getcwd(), "XDG_CACHE_HOME": os.getcwd(), **more}
+    ).invoke(main, words)
     return result.exit_code, result.output
 
 
 def test_one_process_and_the_scripts_own_words() -> None:
     code, out, err = launch("--cpu", "--mixed-precision", "bf16", "raw.py", "--cpu", "--", "-x")
     assert (code, err) == (0, "")
-    assert out == "rank 0 of 1 saw [0] bf16-mixed steps=1 machine=0 attempt=None ['--cpu', '--', '-x']\n"
+    assert (
+        out
+        == "rank 0 of 1 saw [0] bf16-mixed steps=1 machine=0 attempt=None ['--cpu', '--', '-x']\n"
+    )
 
 
 def test_two_processes_with_a_configuration() -> None:
-    Path("two.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\ngradient_accumulation_steps: 4\n")
+    Path("two.yaml").write_text(
+        "distributed_type: MULTI_CPU\nnum_processes: 2\ngradient_accumulation_steps: 4\n"
+    )
     code, out, err = launch("--config_file", "two.yaml", "raw.py")
     assert (code, err) == (0, "trainer-kit: configuration from two.yaml\n")
     assert sorted(out.splitlines()) == [
@@ -216,7 +243,11 @@ def test_a_trainer_on_two_processes_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "wraps"),
     [
-        (["--config_file", "fsdp2.yaml", "--cpu", "--tee", "3", "--role", "worker"], "FSDP", "FSDPTiny"),
+        (
+            ["--config_file", "fsdp2.yaml", "--cpu", "--tee", "3", "--role", "worker"],
+            "FSDP",
+            "FSDPTiny",
+        ),
         pytest.param(
             ["--cpu", "--use_deepspeed", "--num_processes", "2", "--env", "NCCL_DEBUG=INFO"],
             "DEEPSPEED",
@@ -245,7 +276,11 @@ def test_an_engine_on_the_cpu_is_that_engine(words: list[str], kind: str, wraps:
 def test_a_program_of_any_language() -> None:
     shared = ("--no_python", "--env", "A=1")
     code, out, err = launch("--cpu", "--num_processes", "2", *shared, "./hello.sh", "x", "0")
-    assert (code, err, sorted(out.splitlines())) == (0, "", ["shell 0 of 2: x 1", "shell 1 of 2: x 1"])
+    assert (code, err, sorted(out.splitlines())) == (
+        0,
+        "",
+        ["shell 0 of 2: x 1", "shell 1 of 2: x 1"],
+    )
     code, out, _ = launch("--cpu", *shared, "./hello.sh", "-q", "3")
     assert (code, out) == (3, "shell  of : -q 1\n")
 
@@ -254,8 +289,12 @@ def test_an_environment_variable_overrides_a_default_of_the_wizard() -> None:
     file = Path("huggingface/accelerate/default_config.yaml")
     file.parent.mkdir(parents=True)
     file.write_text(SAMPLES["plain.yaml"])
-    Path("debug.py").write_text("from trainer_kit import Accelerator\nprint(Accelerator().state.debug)\n")
-    said = f"debug=True (environment ACCELERATE_DEBUG_MODE, before the default in {file.absolute()}:2)"
+    Path("debug.py").write_text(
+        "from trainer_kit import Accelerator\nprint(Accelerator().state.debug)\n"
+    )
+    said = (
+        f"debug=True (environment ACCELERATE_DEBUG_MODE, before the default in {file.absolute()}:2)"
+    )
     with start("debug.py", ACCELERATE_DEBUG_MODE="1") as process:
         out, err = process.communicate(timeout=100)
     assert (process.returncode, out.splitlines()[-1]) == (0, "True"), err
@@ -287,15 +326,22 @@ def test_one_rank_killed() -> None:
 @pytest.mark.long
 def test_two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
-    (code, out, err), (other_code, other_out, other_err) = on_two_machines("--num_processes", "4", "raw.py")
+    (code, out, err), (other_code, other_out, other_err) = on_two_machines(
+        "--num_processes", "4", "raw.py"
+    )
     assert (code, other_code, err, other_err) == (0, 0, "", "")
-    said = [f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []" for rank in range(4)]
+    said = [
+        f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []"
+        for rank in range(4)
+    ]
     assert (sorted(out.splitlines()), sorted(other_out.splitlines())) == (said[:2], said[2:])
 
 
 @pytest.mark.parametrize("script", ["plain.py", pytest.param("raw.py", marks=pytest.mark.long)])
 def test_one_rank_killed_on_one_of_two_machines(script: str) -> None:
-    (code, _, err), (other_code, _, other_err) = on_two_machines("--num_processes", "2", script, "kill", "1")
+    (code, _, err), (other_code, _, other_err) = on_two_machines(
+        "--num_processes", "2", script, "kill", "1"
+    )
     assert code == other_code == 128 + signal.SIGKILL
     for told in (err, other_err):
         assert re.search(r"^rank 1 of 2 failed \(.*\): killed by SIGKILL", told, re.M)
@@ -314,15 +360,27 @@ def test_two_machines_restart_together() -> None:
     assert other_err.count("ValueError: only at first") == 2
     assert "attempt=1" in out
     assert "attempt=1" in other_out
-    line = "any host that reaches 127.0.0.1 can send commands to this run; set TRAINER_KIT_RUN_TOKEN"
+    line = (
+        "any host that reaches 127.0.0.1 can send commands to this run; set TRAINER_KIT_RUN_TOKEN"
+    )
     assert line in err
     assert line not in other_err
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "received a stop signal")])
+@pytest.mark.parametrize(
+    ("number", "said"), [("SIGKILL", "machine 0 is gone"), ("SIGTERM", "received a stop signal")]
+)
 def test_a_machine_that_ends_ends_the_others(number: str, said: str) -> None:
-    shared = ("--cpu", "--num_machines", "2", "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()))
+    shared = (
+        "--cpu",
+        "--num_machines",
+        "2",
+        "--main_process_ip",
+        "127.0.0.1",
+        "--main_process_port",
+        str(free_port()),
+    )
     words = ("--num_processes", "2", "--max_restarts", "2", "raw.py", "wait")
     agents = [start(*shared, "--machine_rank", rank, *words) for rank in "01"]
     ranks_that_listen_to_nobody_outside(agents, processes=4)
@@ -352,21 +410,31 @@ def mpi(rank: int) -> dict[str, str]:
     """What mpirun says to one of two processes."""
     names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     values = (rank, 2, rank, 2)
-    return {f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)}
+    return {
+        f"OMPI_COMM_WORLD_{name}": str(value) for name, value in zip(names, values, strict=True)
+    }
 
 
 def all_out(tasks: list[subprocess.Popen[str]]) -> list[str]:
     outputs = [task.communicate(timeout=100) for task in tasks]
-    assert [(task.returncode, err) for task, (_, err) in zip(tasks, outputs, strict=True)] == [(0, "")] * len(tasks)
+    assert [(task.returncode, err) for task, (_, err) in zip(tasks, outputs, strict=True)] == [
+        (0, "")
+    ] * len(tasks)
     return sorted(line for out, _ in outputs for line in out.splitlines())
 
 
 @pytest.mark.long
 def test_one_task_of_slurm_for_each_process_needs_no_options() -> None:
-    tasks = [start("raw.py", "until", TRAINER_KIT_USE_CPU="1", **slurm(rank, nodes=1)) for rank in range(2)]
+    tasks = [
+        start("raw.py", "until", TRAINER_KIT_USE_CPU="1", **slurm(rank, nodes=1))
+        for rank in range(2)
+    ]
     ranks_that_listen_to_nobody_outside(tasks, processes=2)
     Path("go").touch()
-    said = [f"rank {rank} of 2 saw [0, 1] 32-true steps=1 machine=0 attempt=None ['until']" for rank in range(2)]
+    said = [
+        f"rank {rank} of 2 saw [0, 1] 32-true steps=1 machine=0 attempt=None ['until']"
+        for rank in range(2)
+    ]
     assert all_out(tasks) == said
 
 
@@ -376,14 +444,17 @@ def test_one_task_of_slurm_on_each_node_starts_the_processes_there() -> None:
     one = {"TRAINER_KIT_RUN_TOKEN": "one for both nodes"}
     said = all_out([start(*words, **slurm(rank, nodes=2), **one) for rank in range(2)])
     assert said == [
-        f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []" for rank in range(4)
+        f"rank {rank} of 4 saw [0, 1, 2, 3] 32-true steps=1 machine={rank // 2} attempt=0 []"
+        for rank in range(4)
     ]
 
 
 @pytest.mark.long
 def test_mpi_needs_no_options() -> None:
     port = str(free_port())
-    tasks = [start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)]
+    tasks = [
+        start("fit.py", TRAINER_KIT_USE_CPU="1", MASTER_PORT=port, **mpi(rank)) for rank in range(2)
+    ]
     assert all_out(tasks) == ["rank 0 of 2 step 2", "rank 1 of 2 step 2"]
 
 
@@ -403,7 +474,10 @@ def test_mpi_needs_no_options() -> None:
         (["--cpu", "--monitor_interval", "0", "raw.py"], "is a number of seconds above 0"),
         (["--cpu", "--env", "A", "raw.py"], "a variable is written as NAME=TEXT"),
         (["--cpu", "--rdzv_conf", "is_host=1", "raw.py"], "not by torch's rendezvous"),
-        (["--cpu", "--use_parallelism_config", "raw.py"], "a parallelism_config needs an axis above 1"),
+        (
+            ["--cpu", "--use_parallelism_config", "raw.py"],
+            "a parallelism_config needs an axis above 1",
+        ),
         (["--multi_gpu", "--use_deepspeed", "raw.py"], "this machine has no accelerator"),
         (["--cpu", "--multi_gpu", "raw.py"], "only one kind of run can be chosen"),
         (
@@ -411,7 +485,10 @@ def test_mpi_needs_no_options() -> None:
             "bad.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",
         ),
         (["--config_file", "tpu.yaml", "raw.py"], "tpu.yaml:"),
-        (["--config_file", "none.yaml", "raw.py"], "the configuration file none.yaml does not exist"),
+        (
+            ["--config_file", "none.yaml", "raw.py"],
+            "the configuration file none.yaml does not exist",
+        ),
         (["--config_file", "fsdp.yaml", "--cpu", "none.py"], "the script does not exist"),
     ],
 )
@@ -441,13 +518,24 @@ def test_help_fits_one_screen(command: str) -> None:
 
 
 def test_options_without_effect_are_named() -> None:
-    code, output = call("explain", "--cpu", "--vm", "one", "--vm", "two", "--rdzv_backend", "c10d", "raw.py")
+    code, output = call(
+        "explain", "--cpu", "--vm", "one", "--vm", "two", "--rdzv_backend", "c10d", "raw.py"
+    )
     assert code == 0
     assert (
-        "has no effect yet: tpu_vm=['one', 'two'] (flag --tpu_vm): the machines of a TPU pod are not started" in output
+        "has no effect yet: tpu_vm=['one', 'two'] (flag --tpu_vm): the machines of a TPU pod are not started"
+        in output
     )
     assert "has no effect yet: rdzv_backend=c10d (flag --rdzv_backend)" in output
-    shared = ("--cpu", "--num_machines", "2", "--num_processes", "2", "--main_process_ip", "10.0.0.7")
+    shared = (
+        "--cpu",
+        "--num_machines",
+        "2",
+        "--num_processes",
+        "2",
+        "--main_process_ip",
+        "10.0.0.7",
+    )
     assert "run token: none (TRAINER_KIT_RUN_TOKEN)" in call("explain", *shared, "raw.py")[1]
     assert "run token: given" in call("explain", *shared, "raw.py", TRAINER_KIT_RUN_TOKEN="x")[1]
     code, output = call("explain", "--cpu", "--env", "WANDB_API_KEY=hush", "raw.py")
@@ -458,9 +546,15 @@ def test_options_without_effect_are_named() -> None:
 
 def test_explain_shows_values_and_origins() -> None:
     Path("two.yaml").write_text("mixed_precision: bf16\nnum_processes: 4\n")
-    code, output = call("explain", "--cpu", "--num-processes", "2", "--config_file", "two.yaml", "raw.py", "-x")
+    code, output = call(
+        "explain", "--cpu", "--num-processes", "2", "--config_file", "two.yaml", "raw.py", "-x"
+    )
     assert code == 0
-    rows = {line.split()[0]: line.split(maxsplit=2)[1:] for line in output.splitlines() if len(line.split()) > 2}
+    rows = {
+        line.split()[0]: line.split(maxsplit=2)[1:]
+        for line in output.splitlines()
+        if len(line.split()) > 2
+    }
     assert rows["num_processes"] == ["2", "flag --num_processes"]
     assert rows["mixed_precision"] == ["bf16", "two.yaml:1"]
     assert rows["num_machines"] == ["1", "default"]
@@ -474,7 +568,9 @@ def test_the_guides_commands_and_file() -> None:
     Path("train.py").touch()
     blocks = "".join(re.findall(r"```bash\n(.*?)```", page, re.S))
     calls = [
-        line.partition("#")[0].split()[2:] for line in blocks.splitlines() if line.startswith("trainer-kit launch")
+        line.partition("#")[0].split()[2:]
+        for line in blocks.splitlines()
+        if line.startswith("trainer-kit launch")
     ]
     Path("two_gpus.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\n")
     assert len(calls) == 7

@@ -40,7 +40,9 @@ class Data(tk.LightningDataModule):
 
     def train_dataloader(self):
         points = torch.randn(24, 3, generator=torch.Generator().manual_seed(0))
-        return DataLoader(TensorDataset(points, points.sum(1, keepdim=True)), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(points, points.sum(1, keepdim=True)), batch_size=self.batch_size
+        )
 
     val_dataloader = test_dataloader = train_dataloader
 
@@ -68,12 +70,16 @@ class Trained(Net):
 
 
 def test_values_from_the_environment(monkeypatch):
-    Path("file.yaml").write_text("model: {width: 5, batch_size: 6}\ntrainer: {max_epochs: 7}\n", encoding="utf-8")
+    Path("file.yaml").write_text(
+        "model: {width: 5, batch_size: 6}\ntrainer: {max_epochs: 7}\n", encoding="utf-8"
+    )
     monkeypatch.setenv("PL_CONFIG", "file.yaml")
     monkeypatch.setenv("PL_MODEL__WIDTH", "8")
 
     def made(words, **options):
-        cli = LightningCLI(Trained, Data, run=False, args=words, trainer_defaults=QUIET, parser_kwargs=options)
+        cli = LightningCLI(
+            Trained, Data, run=False, args=words, trainer_defaults=QUIET, parser_kwargs=options
+        )
         return cli.model.hparams.width, cli.model.hparams.batch_size, cli.trainer.max_epochs
 
     assert made(["--trainer.max_epochs=9"], default_env=True) == (8, 6, 9)
@@ -91,7 +97,9 @@ def test_values_of_a_command_from_the_environment(prefix, monkeypatch):
     seen = []
     monkeypatch.setenv(f"{prefix}MODEL__WIDTH", "8")
     monkeypatch.setenv(f"{prefix}TRAINER__MAX_EPOCHS", "6")
-    LightningCLI(Trained, Data, trainer_class=Recording, args=["fit"], parser_kwargs={"default_env": True})
+    LightningCLI(
+        Trained, Data, trainer_class=Recording, args=["fit"], parser_kwargs={"default_env": True}
+    )
     assert seen == [(8, 6) if prefix == "PL_FIT__" else (4, tk.Trainer().max_epochs)]
 
 
@@ -138,12 +146,19 @@ def test_the_program_of_the_documentation(tmp_path, programs):
     program = tmp_path / "main.py"
     program.write_text(PROGRAM)
     done = programs.run(
-        program, "fit", "--trainer.limit_train_batches=3", "--trainer.max_epochs=1", "--model.out_dim=4"
+        program,
+        "fit",
+        "--trainer.limit_train_batches=3",
+        "--trainer.max_epochs=1",
+        "--model.out_dim=4",
     )
     assert "batches 3" in done.stdout, done.stderr
     wrong = programs.run(program, "fit", "--model.out_dims=4")
     assert wrong.returncode == 2
-    assert "main.py fit: --model.out_dims: unknown option, did you mean '--model.out_dim'?" in wrong.stderr
+    assert (
+        "main.py fit: --model.out_dims: unknown option, did you mean '--model.out_dim'?"
+        in wrong.stderr
+    )
 
 
 def test_a_fit_has_the_weights_of_a_plain_loop():
@@ -153,13 +168,22 @@ def test_a_fit_has_the_weights_of_a_plain_loop():
 
 
 def test_an_optimizer_and_a_scheduler_are_chosen_by_options():
-    options = ("--optimizer=SGD", "--optimizer.lr=0.1", "--lr_scheduler=ExponentialLR", "--lr_scheduler.gamma=0.5")
-    cli = LightningCLI(Net, Data, trainer_defaults=QUIET, seed_everything_default=7, args=words(*options))
+    options = (
+        "--optimizer=SGD",
+        "--optimizer.lr=0.1",
+        "--lr_scheduler=ExponentialLR",
+        "--lr_scheduler.gamma=0.5",
+    )
+    cli = LightningCLI(
+        Net, Data, trainer_defaults=QUIET, seed_everything_default=7, args=words(*options)
+    )
     assert_equal(cli.model, plain(seed=7, decay=0.5))
 
 
 def test_classes_alone_with_run_false():
-    cli = LightningCLI(Trained, Data, run=False, trainer_defaults=QUIET, args=["--trainer.max_epochs=2"])
+    cli = LightningCLI(
+        Trained, Data, run=False, trainer_defaults=QUIET, args=["--trainer.max_epochs=2"]
+    )
     assert (cli.subcommand, cli.config.trainer.max_epochs, cli.config.model.width) == (None, 2, 4)
     cli.trainer.fit(cli.model, cli.datamodule)
     assert_equal(cli.model, plain())
@@ -170,7 +194,9 @@ class MyCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_lightning_class_args(EarlyStopping, "my_early_stopping")
         parser.add_lightning_class_args(ModelCheckpoint, "my_checkpoint")
-        parser.set_defaults({"my_early_stopping.monitor": "val_loss", "my_early_stopping.patience": 5})
+        parser.set_defaults(
+            {"my_early_stopping.monitor": "val_loss", "my_early_stopping.patience": 5}
+        )
         parser.set_defaults({"trainer.max_epochs": 2, "my_checkpoint.filename": "mine-{epoch}"})
         parser.link_arguments("data.batch_size", "model.batch_size")
         parser.add_argument("--notification_email", default="will@email.com")
@@ -207,7 +233,11 @@ def test_arguments_defaults_links_and_calls_around_a_command():
         "after_fit 6",
     ]
     stopping, keeper = cli.trainer.early_stopping_callback, cli.trainer.checkpoint_callback
-    assert (stopping.monitor, stopping.patience, Path(keeper.best_model_path).name) == ("val_loss", 5, "mine-epoch=1")
+    assert (stopping.monitor, stopping.patience, Path(keeper.best_model_path).name) == (
+        "val_loss",
+        5,
+        "mine-epoch=1",
+    )
     assert len(cli.trainer.checkpoint_callbacks) == 1
     assert_equal(cli.model, plain(batch_size=8))
 
@@ -220,16 +250,26 @@ def test_an_optimizer_of_one_class_and_another_way_to_configure_it():
 
         @staticmethod
         def configure_optimizers(lightning_module, optimizer, lr_scheduler=None):
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": lr_scheduler, "interval": "epoch"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": lr_scheduler, "interval": "epoch"},
+            }
 
-    cli = OneCLI(Net, Data, trainer_defaults=QUIET, args=words("--optimizer.lr=0.1", "--lr_scheduler.gamma=0.5"))
+    cli = OneCLI(
+        Net,
+        Data,
+        trainer_defaults=QUIET,
+        args=words("--optimizer.lr=0.1", "--lr_scheduler.gamma=0.5"),
+    )
     assert_equal(cli.model, plain(decay=0.5))
 
 
 def test_an_optimizer_passed_as_an_argument():
     class LinkedCLI(LightningCLI):
         def add_arguments_to_parser(self, parser):
-            parser.add_optimizer_args(torch.optim.SGD, nested_key="optim_one", link_to="model.optim")
+            parser.add_optimizer_args(
+                torch.optim.SGD, nested_key="optim_one", link_to="model.optim"
+            )
 
     cli = LinkedCLI(Trained, Data, trainer_defaults=QUIET, args=words("--optim_one.lr=0.2"))
     assert_equal(cli.model, plain(rate=0.2))
@@ -268,7 +308,12 @@ def test_subclass_mode_and_data_by_choice():
         subclass_mode_model=True,
         run=False,
         trainer_defaults=QUIET,
-        args=["--model=NamedOnlyInTheseTests", "--model.width=6", f"--data={__name__}.Data", "--data.batch_size=2"],
+        args=[
+            "--model=NamedOnlyInTheseTests",
+            "--model.width=6",
+            f"--data={__name__}.Data",
+            "--data.batch_size=2",
+        ],
     )
     found = type(cli.model), cli.model.hparams.width, cli.datamodule.batch_size
     assert found == (NamedOnlyInTheseTests, 6, 2)
@@ -286,12 +331,19 @@ def test_a_function_that_makes_the_module():
 
 def test_defaults_of_the_trainer_that_are_objects(tmp_path):
     stop = EarlyStopping("val_loss")
-    defaults = {**QUIET, "callbacks": [stop], "logger": CSVLogger(tmp_path / "logs"), "max_epochs": 3}
+    defaults = {
+        **QUIET,
+        "callbacks": [stop],
+        "logger": CSVLogger(tmp_path / "logs"),
+        "max_epochs": 3,
+    }
     cli = LightningCLI(Net, run=False, trainer_defaults=defaults, args=[])
     assert stop in cli.trainer.callbacks
     assert cli.trainer.logger is defaults["logger"]
     assert cli.trainer.max_epochs == 3
-    without = LightningCLI(Net, run=False, trainer_defaults=defaults, args=["--trainer.logger=false"])
+    without = LightningCLI(
+        Net, run=False, trainer_defaults=defaults, args=["--trainer.logger=false"]
+    )
     assert without.trainer.loggers == []
 
 
@@ -328,7 +380,9 @@ def test_the_configuration_is_saved_and_read_again():
 def test_ways_to_save_the_configuration():
     class Logged(SaveConfigCallback):
         def save_config(self, trainer, pl_module, stage):
-            trainer.logger.log_hyperparams({"config": self.parser.dump(self.config, skip_none=False)})
+            trainer.logger.log_hyperparams(
+                {"config": self.parser.dump(self.config, skip_none=False)}
+            )
 
     defaults = {**QUIET, "logger": "csv"}
     cli = LightningCLI(
@@ -341,7 +395,9 @@ def test_ways_to_save_the_configuration():
     )
     assert saved(cli) == ["name.yaml"]
     assert "max_epochs: 2" in Path(cli.trainer.log_dir, "hparams.json").read_text()
-    bare = LightningCLI(Trained, Data, save_config_callback=None, trainer_defaults=defaults, args=words())
+    bare = LightningCLI(
+        Trained, Data, save_config_callback=None, trainer_defaults=defaults, args=words()
+    )
     assert saved(bare) == []
 
 
@@ -378,7 +434,9 @@ class Chosen(Net):
     """Lightning's documented way to take an optimizer and a schedule from the command line."""
 
     def __init__(
-        self, optimizer: OptimizerCallable = torch.optim.Adam, scheduler: LRSchedulerCallable = ConstantLR
+        self,
+        optimizer: OptimizerCallable = torch.optim.Adam,
+        scheduler: LRSchedulerCallable = ConstantLR,
     ) -> None:
         super().__init__()
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -389,8 +447,17 @@ class Chosen(Net):
 
 
 def test_an_optimizer_and_a_schedule_as_arguments():
-    words = ["--model.optimizer=torch.optim.SGD", "--model.optimizer.lr=0.25", "--model.scheduler.factor=0.5"]
-    made = LightningCLI(Chosen, Data, trainer_defaults=QUIET, args=["fit", "--trainer.max_epochs=1", *words])
+    words = [
+        "--model.optimizer=torch.optim.SGD",
+        "--model.optimizer.lr=0.25",
+        "--model.scheduler.factor=0.5",
+    ]
+    made = LightningCLI(
+        Chosen, Data, trainer_defaults=QUIET, args=["fit", "--trainer.max_epochs=1", *words]
+    )
     [optimizer] = made.trainer.optimizers
-    assert type(optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer) is torch.optim.SGD
+    assert (
+        type(optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer)
+        is torch.optim.SGD
+    )
     assert optimizer.param_groups[0]["initial_lr"] == 0.25

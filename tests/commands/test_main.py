@@ -30,4 +30,7 @@ def test_a_script_finds_its_file_in_the_home_directory(monkeypatch, tmp_path):
 def test_a_former_argument_of_the_trainer_on_a_command_line(capsys):
     with pytest.raises(SystemExit):
         tk.cli(TinyModule, Data, args=["fit", "--trainer.gpus=2"])
-    assert '--trainer.gpus: unknown option; instead of it: accelerator="gpu", devices=...' in capsys.readouterr().err
+    assert (
+        '--trainer.gpus: unknown option; instead of it: accelerator="gpu", devices=...'
+        in capsys.readouterr().err
+    )

@@ -68,12 +68,34 @@ def test_a_class_larger_than_this_machine(tmp_path):
     def little_memory():
         resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, 8 << 30))
 
-    done = process(tmp_path, "estimate-memory", "models:Net", "--args", "{width: 300000}", preexec_fn=little_memory)
+    done = process(
+        tmp_path,
+        "estimate-memory",
+        "models:Net",
+        "--args",
+        "{width: 300000}",
+        preexec_fn=little_memory,
+    )
     assert done.returncode == 0, done.stderr
     first, header, *rows = done.stdout.splitlines()
-    assert first == "models:Net: 90,000,600,000 numbers, 90,000,600,000 trained; the largest layer is 'body'"
+    assert (
+        first
+        == "models:Net: 90,000,600,000 numbers, 90,000,600,000 trained; the largest layer is 'body'"
+    )
     assert header.split("  ")[0] == "DTYPE"
-    assert rows[0].split() == ["float32", "360", "GB", "360", "GB", "720", "GB", "1.44", "TB", "360", "GB"]
+    assert rows[0].split() == [
+        "float32",
+        "360",
+        "GB",
+        "360",
+        "GB",
+        "720",
+        "GB",
+        "1.44",
+        "TB",
+        "360",
+        "GB",
+    ]
     assert rows[5].split() == ["int4", "45", "GB", "-", "-", "-", "45", "GB"]
 
 
@@ -83,8 +105,12 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     code, said = call("estimate-memory", "late_models:Late")
     assert (code, said.splitlines()[2].split()[1:3]) == (0, ["4", "MB"])
-    said = call("estimate-memory", "torch.nn:Linear", "--args", "{in_features: 2, out_features: 3}")[1]
-    assert said.startswith("torch.nn:Linear: 9 numbers, 9 trained; the largest layer is the model itself\n")
+    said = call(
+        "estimate-memory", "torch.nn:Linear", "--args", "{in_features: 2, out_features: 3}"
+    )[1]
+    assert said.startswith(
+        "torch.nn:Linear: 9 numbers, 9 trained; the largest layer is the model itself\n"
+    )
     wrong = {
         ("late_models:Net",): "missing 1 required positional argument: 'width'",
         ("late_models:Nte",): "did you mean 'Net'?",
@@ -102,7 +128,11 @@ def test_a_module_that_is_built_late_and_mistakes(tmp_path, monkeypatch):
 
 
 def test_weights_are_measured_by_their_headers(tmp_path):
-    weights = {"layer.weight": torch.ones(10, 10), "layer.bias": torch.ones(10), "count": torch.tensor([1])}
+    weights = {
+        "layer.weight": torch.ones(10, 10),
+        "layer.bias": torch.ones(10),
+        "count": torch.tensor([1]),
+    }
     told = {
         call("estimate-memory", place)[1].partition(": ")[2]
         for place in (
@@ -148,10 +178,22 @@ def test_merge_of_every_kind(tmp_path):
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_distributed_checkpoint_of_torch_is_merged(tmp_path):
-    weights = {"a.w": torch.arange(6.0).reshape(2, 3), "a.n": torch.tensor(3), "a.empty": torch.empty(0, 2)}
+    weights = {
+        "a.w": torch.arange(6.0).reshape(2, 3),
+        "a.n": torch.tensor(3),
+        "a.empty": torch.empty(0, 2),
+    }
     weights["b.h"] = torch.ones(2, dtype=torch.bfloat16)
-    dcp.save({"model": weights}, checkpoint_id=str(tmp_path / "state" / "pytorch_model_fsdp_0"), no_dist=True)
-    dcp.save({"optim": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "state" / "optimizer_0"), no_dist=True)
+    dcp.save(
+        {"model": weights},
+        checkpoint_id=str(tmp_path / "state" / "pytorch_model_fsdp_0"),
+        no_dist=True,
+    )
+    dcp.save(
+        {"optim": {"w": torch.ones(2)}},
+        checkpoint_id=str(tmp_path / "state" / "optimizer_0"),
+        no_dist=True,
+    )
     assert call("merge-weights", tmp_path / "state", tmp_path / "out.safetensors")[0] == 0
     merged = read_weights(tmp_path / "out.safetensors")
     assert merged.keys() == weights.keys()

@@ -97,10 +97,15 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
     assert call(tmp_path, "--check")[0] == 1
 
     code, output = call(tmp_path, "--write")
-    assert (code, output) == (0, "1 file read, 1 rewritten; 6 of 6 imported names exist here; 0 findings\n")
+    assert (code, output) == (
+        0,
+        "1 file read, 1 rewritten; 6 of 6 imported names exist here; 0 findings\n",
+    )
     moved = script.read_text()
     assert "lightning" not in moved
-    kept = [line for line in SCRIPT.splitlines() if "lightning" not in line and "L.pytorch" not in line]
+    kept = [
+        line for line in SCRIPT.splitlines() if "lightning" not in line and "L.pytorch" not in line
+    ]
     assert [line for line in moved.splitlines() if line in kept] == kept
     assert "trainer = L.Trainer(max_epochs=3, " in moved
 
@@ -121,19 +126,34 @@ def test_a_script_trains_after_the_move(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("import pytorch_lightning\npytorch_lightning.Trainer()", "import trainer_kit\ntrainer_kit.Trainer()"),
-        ("import lightning.pytorch\nx = lightning.pytorch.Trainer", "import trainer_kit\nx = trainer_kit.Trainer"),
+        (
+            "import pytorch_lightning\npytorch_lightning.Trainer()",
+            "import trainer_kit\ntrainer_kit.Trainer()",
+        ),
+        (
+            "import lightning.pytorch\nx = lightning.pytorch.Trainer",
+            "import trainer_kit\nx = trainer_kit.Trainer",
+        ),
         ("import lightning.pytorch.callbacks as c, os", "import trainer_kit.callbacks as c, os"),
         ("from lightning import pytorch", "import trainer_kit as pytorch"),
         ("from lightning import pytorch as pl", "import trainer_kit as pl"),
-        ("from lightning import pytorch as pl, Trainer", "from trainer_kit import pytorch as pl, Trainer"),
+        (
+            "from lightning import pytorch as pl, Trainer",
+            "from trainer_kit import pytorch as pl, Trainer",
+        ),
         ("from pytorch_lightning.callbacks import *", "from trainer_kit.callbacks import *"),
         ("from accelerate import Accelerator as A", "from trainer_kit import Accelerator as A"),
-        ("import accelerate\nf(accelerate=1)\nx.accelerate", "import trainer_kit\nf(accelerate=1)\nx.accelerate"),
+        (
+            "import accelerate\nf(accelerate=1)\nx.accelerate",
+            "import trainer_kit\nf(accelerate=1)\nx.accelerate",
+        ),
         ("patch('pytorch_lightning.Trainer.fit')", "patch('trainer_kit.Trainer.fit')"),
         ("'lightning.pytorch.nothing.like.this'", "'lightning.pytorch.nothing.like.this'"),
         ("from lightning_utilities import core", "from lightning_utilities import core"),
-        ("from .lightning import x\nimport mylightning", "from .lightning import x\nimport mylightning"),
+        (
+            "from .lightning import x\nimport mylightning",
+            "from .lightning import x\nimport mylightning",
+        ),
         (
             "try:\n import accelerate\nexcept ImportError:\n accelerate = None\naccelerate and accelerate.go()",
             "try:\n import trainer_kit\nexcept ImportError:\n trainer_kit = None\ntrainer_kit and trainer_kit.go()",
@@ -165,15 +185,22 @@ def test_python_that_is_rewritten(before: str, after: str | None, tmp_path: Path
     file = tmp_path / "code.py"
     file.write_bytes(before.encode())
     call(file, "--write")
-    assert file.read_bytes().decode() == (before.replace("lightning", "trainer_kit") if after is None else after)
+    assert file.read_bytes().decode() == (
+        before.replace("lightning", "trainer_kit") if after is None else after
+    )
 
 
 def test_a_file_keeps_its_coding_and_mode(tmp_path: Path) -> None:
     file = tmp_path / "code.py"
-    file.write_bytes("# -*- coding: latin-1 -*-\nfrom lightning import Trainer  # é\n".encode("latin-1"))
+    file.write_bytes(
+        "# -*- coding: latin-1 -*-\nfrom lightning import Trainer  # é\n".encode("latin-1")
+    )
     file.chmod(0o755)
     call(file, "--write")
-    assert file.read_bytes() == "# -*- coding: latin-1 -*-\nfrom trainer_kit import Trainer  # é\n".encode("latin-1")
+    assert (
+        file.read_bytes()
+        == "# -*- coding: latin-1 -*-\nfrom trainer_kit import Trainer  # é\n".encode("latin-1")
+    )
     assert file.stat().st_mode & 0o777 == 0o755
 
 
@@ -198,12 +225,17 @@ def test_configurations(tmp_path: Path) -> None:
     )
     file.write_text(before)
     _, output = call(file, "--check")
-    assert "run.yaml:3: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator=\"gpu\", devices=2\n" in output
+    assert (
+        "run.yaml:3: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator=\"gpu\", devices=2\n"
+        in output
+    )
     assert "run.yaml:9: EarlyStopping has no argument 'on_nan' (on_nan=stop)\n" in output
     assert "run.yaml:10: module 'trainer_kit.callbacks' has no attribute 'Nothing'" in output
     call(file, "--write")
     moved = before.replace("lightning.pytorch.Trainer ", "trainer_kit.Trainer ")
-    assert file.read_text() == moved.replace("pytorch_lightning.callbacks.Early", "trainer_kit.callbacks.Early")
+    assert file.read_text() == moved.replace(
+        "pytorch_lightning.callbacks.Early", "trainer_kit.callbacks.Early"
+    )
 
 
 def test_arguments_hooks_and_overrides_are_reported(tmp_path: Path) -> None:
@@ -252,13 +284,19 @@ pl.Trainer.from_argparse_args(args)
     assert "Keep.FILE_EXTENSION would never be called" in lines.pop(20)
     assert "Keep._save_topk_checkpoint would never be called" in lines.pop(21)
     wrong = lines.pop(23)
-    assert "Trainer has no argument 'gpus' (gpus=args.gpus) | fix: accelerator=\"gpu\", devices=args.gpus" in wrong
+    assert (
+        "Trainer has no argument 'gpus' (gpus=args.gpus) | fix: accelerator=\"gpu\", devices=args.gpus"
+        in wrong
+    )
     assert "no strategy is called 'dp'" in wrong
     assert "unknown precision 'fp16-mixed'" in wrong
     assert "| fix: trainer.fit(..., ckpt_path=p)" in wrong
     assert "accelerator" not in wrong.replace('accelerator="gpu", devices', "")
     assert "fit has no argument 'train_dataloader'" in lines.pop(24)
-    assert "the Trainer has no from_argparse_args | fix: trainer_kit.cli(Module, DataModule)" in lines.pop(25)
+    assert (
+        "the Trainer has no from_argparse_args | fix: trainer_kit.cli(Module, DataModule)"
+        in lines.pop(25)
+    )
     assert not lines
 
 
@@ -468,7 +506,9 @@ class Net(L.LightningModule):
     assert [line.partition(":")[0] for line in found] == ["6"]
 
 
-def test_paths_of_checkpoints_but_no_sentences_and_no_files_of_accelerate_scripts(tmp_path: Path) -> None:
+def test_paths_of_checkpoints_but_no_sentences_and_no_files_of_accelerate_scripts(
+    tmp_path: Path,
+) -> None:
     text = """
 PACKAGE
 import torch
@@ -478,7 +518,11 @@ name = f"mesh.ckpt.{step}.pt"
 path = f"my runs/{name}.ckpt"
 torch.load(checkpoint)
 """
-    lines = [line for line in report_of(text.replace("PACKAGE", "import lightning"), tmp_path) if line[0].isdigit()]
+    lines = [
+        line
+        for line in report_of(text.replace("PACKAGE", "import lightning"), tmp_path)
+        if line[0].isdigit()
+    ]
     assert [line.partition(":")[0] for line in lines] == ["7", "8"]
     assert report_of(text.replace("PACKAGE", "import accelerate"), tmp_path) == []
 
@@ -549,7 +593,10 @@ Callback.nothing_9
 """
     found = [line.partition(": ") for line in report_of(text, tmp_path) if line[0].isdigit()]
     lines = text.splitlines()
-    assert all("nothing_" in lines[int(number) - 1] or "gpus=2" in lines[int(number) - 1] for number, _, _ in found)
+    assert all(
+        "nothing_" in lines[int(number) - 1] or "gpus=2" in lines[int(number) - 1]
+        for number, _, _ in found
+    )
     assert [int(number) for number, _, _ in found] == [6, 14, 17, 19, 19, 22, 26, 27, 27, 32]
 
 
@@ -568,10 +615,14 @@ def test_a_single_file_of_another_kind(tmp_path: Path) -> None:
     assert "not a notebook of format 4" in output
 
 
-def test_without_libcst_the_command_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_libcst_the_command_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: None if name == "libcst" else found(name, *rest)
+        importlib.util,
+        "find_spec",
+        lambda name, *rest: None if name == "libcst" else found(name, *rest),
     )
     code, output = call(tmp_path)
     assert code == 2
@@ -591,9 +642,19 @@ NOTEBOOK = {
             "cell_type": "code",
             "metadata": {},
             "outputs": [],
-            "source": ["!pip install lightning torch\n", "import lightning as L\n", "%matplotlib inline\n", "L?"],
+            "source": [
+                "!pip install lightning torch\n",
+                "import lightning as L\n",
+                "%matplotlib inline\n",
+                "L?",
+            ],
         },
-        {"cell_type": "code", "metadata": {}, "outputs": [], "source": ["%%bash\n", "accelerate launch train.py"]},
+        {
+            "cell_type": "code",
+            "metadata": {},
+            "outputs": [],
+            "source": ["%%bash\n", "accelerate launch train.py"],
+        },
         {
             "cell_type": "code",
             "metadata": {},
@@ -617,7 +678,10 @@ def test_notebooks_are_rewritten_and_reported_by_cell(tmp_path: Path) -> None:
     assert code == 1
     assert file.read_text() == before
     assert "train.ipynb cell 1:1: lightning is required" in output
-    assert "train.ipynb cell 3:2: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator=" in output
+    assert (
+        "train.ipynb cell 3:2: Trainer has no argument 'gpus' (gpus=2)\n    fix: accelerator="
+        in output
+    )
     assert "train.ipynb cell 4:1: not read: " in output
     assert "train.ipynb cell 5:1: Trainer._data_connector is private" in output
 
@@ -630,7 +694,10 @@ def test_notebooks_are_rewritten_and_reported_by_cell(tmp_path: Path) -> None:
 
 
 def test_an_import_that_is_added_to_a_notebook_stands_in_its_first_cell(tmp_path: Path) -> None:
-    cells = ["from accelerate import Accelerator", "accelerator = Accelerator(gradient_accumulation_steps=4)"]
+    cells = [
+        "from accelerate import Accelerator",
+        "accelerator = Accelerator(gradient_accumulation_steps=4)",
+    ]
     file = tmp_path / "train.ipynb"
     document = {"cells": [{"cell_type": "code", "source": [cell]} for cell in cells], "nbformat": 4}
     file.write_text(json.dumps(document))
@@ -655,7 +722,9 @@ pl.nothing
 path = "runs/last.ckpt"
 torch.load("best_model.ckpt")
 """
-    before = [line.replace("lightning.pytorch.", "trainer_kit.") for line in report_of(text, tmp_path)]
+    before = [
+        line.replace("lightning.pytorch.", "trainer_kit.") for line in report_of(text, tmp_path)
+    ]
     file = tmp_path / "code.py"
     call(file, "--write")
     moved = file.read_text()
@@ -689,19 +758,45 @@ torch.load("model.ckpt")
 @pytest.mark.parametrize(
     ("name", "text", "lines"),
     [
-        ("requirements.txt", "torch\n# lightning\npytorch-lightning>=2  # loop\naccelerate\nlightning-bolts", [3, 4]),
-        ("pyproject.toml", 'dependencies = ["torch", "lightning[extra]>=2.1",\n"accelerate~=1.0"]\n', [1, 2]),
-        ("setup.py", 'from setuptools import setup\nsetup(install_requires=["pytorch_lightning"])\n', [2]),
-        ("environment.yml", "dependencies:\n- python\n- conda-forge::lightning=2\n- pip:\n  - accelerate\n", [3, 5]),
-        ("run.sh", "python accelerate.py\naccelerate launch -n 2 train.py\npip install accelerate\n", [2, 3]),
+        (
+            "requirements.txt",
+            "torch\n# lightning\npytorch-lightning>=2  # loop\naccelerate\nlightning-bolts",
+            [3, 4],
+        ),
+        (
+            "pyproject.toml",
+            'dependencies = ["torch", "lightning[extra]>=2.1",\n"accelerate~=1.0"]\n',
+            [1, 2],
+        ),
+        (
+            "setup.py",
+            'from setuptools import setup\nsetup(install_requires=["pytorch_lightning"])\n',
+            [2],
+        ),
+        (
+            "environment.yml",
+            "dependencies:\n- python\n- conda-forge::lightning=2\n- pip:\n  - accelerate\n",
+            [3, 5],
+        ),
+        (
+            "run.sh",
+            "python accelerate.py\naccelerate launch -n 2 train.py\npip install accelerate\n",
+            [2, 3],
+        ),
         ("Makefile", "train:\n\tpython -m accelerate.commands.launch train.py\n", [2]),
     ],
 )
-def test_requirements_and_commands_are_reported(name: str, text: str, lines: list[int], tmp_path: Path) -> None:
+def test_requirements_and_commands_are_reported(
+    name: str, text: str, lines: list[int], tmp_path: Path
+) -> None:
     (tmp_path / name).write_text(text)
     code, output = call(tmp_path, "--check")
     assert code == 1
-    found = [line.removeprefix(f"{tmp_path / name}:") for line in output.splitlines() if line.startswith(str(tmp_path))]
+    found = [
+        line.removeprefix(f"{tmp_path / name}:")
+        for line in output.splitlines()
+        if line.startswith(str(tmp_path))
+    ]
     assert [int(line.partition(":")[0]) for line in found] == lines
     assert (tmp_path / name).read_text() == text
     if name in ("run.sh", "Makefile"):
@@ -776,7 +871,9 @@ def test_a_base_class_in_a_file_that_names_no_package_is_read(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_large_projects_are_rewritten_in_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_projects_are_rewritten_in_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trainer_kit.commands.migrate_files._MANY_BYTES", 1)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     for number in range(3):

@@ -50,13 +50,17 @@ def run(*words):
 def test_a_script_becomes_a_table_a_page_and_json():
     done = run("--world", "16", "--device", "h200", "--html", "plan.html", "--", "--width", "128")
     assert done.exit_code == 0, done.output
-    assert done.stdout.startswith("H200: 64 samples a step, at most 127 GB for a rank\n\n16 ranks\n")
+    assert done.stdout.startswith(
+        "H200: 64 samples a step, at most 127 GB for a rank\n\n16 ranks\n"
+    )
     assert "the script begins" in done.stderr, "the script's output is not part of the result"
     assert 'devices=8, num_nodes=2, precision="bf16-mixed", global_batch_size=64)' in done.stdout
     assert "--machine_rank RANK --main_process_ip HOST train.py --width 128\n" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 100
     assert "<title>Plan for H200</title>" in Path("plan.html").read_text(encoding="utf-8")
-    made = json.loads(run("--world", "16", "--device", "h200", "--strategy", "fsdp", "--json").stdout)
+    made = json.loads(
+        run("--world", "16", "--device", "h200", "--strategy", "fsdp", "--json").stdout
+    )
     assert {row["strategy"] for row in made["rows"]} == {"fsdp"}
     assert made["rows"][0]["traffic"][0]["bytes"] > 0
 
@@ -74,9 +78,15 @@ def test_wrong_calls_exit_with_2():
     for words, text in (
         (("--world", "many", "--device", "h200"), "numbers of ranks, such as 8,64"),
         (("--world", "2", "--device", "h900"), "this device has no known data sheet"),
-        (("--world", "2", "--device", "h200", "--max-memory", "lots"), "--max-memory must be a number of bytes"),
+        (
+            ("--world", "2", "--device", "h200", "--max-memory", "lots"),
+            "--max-memory must be a number of bytes",
+        ),
         (("--world", "2", "--device", "h200", "--", "--height", "1"), "calls no Trainer.fit"),
-        (("--world", "2", "--device", "h200", "--html", "none/plan.html"), "is not a writable directory"),
+        (
+            ("--world", "2", "--device", "h200", "--html", "none/plan.html"),
+            "is not a writable directory",
+        ),
         (("--world", "2", "--device", "h200", "--strategy", "dpp"), "no strategy is called 'dpp'"),
         (("--device", "h200"), "Missing option '--world'"),
     ):
@@ -88,14 +98,19 @@ def test_wrong_calls_exit_with_2():
 def test_errors_of_the_scripts_data_are_answered_in_three_lines():
     """A missing key of the dataset ended with the frames of click and of this library."""
     broken = (
-        "class Broken(torch.utils.data.Dataset):\n    __len__ = lambda self: 8\n    def __getitem__(self, index):\n"
+        "class Broken(torch.utils.data.Dataset):\n"
+        "    __len__ = lambda self: 8\n"
+        "    def __getitem__(self, index):\n"
     )
     source = SCRIPT.replace("parser =", f"{broken}        raise KeyError('pixels')\nparser =", 1)
     source = source.replace("torch.randn(64, width)", "Broken()")
     Path("train.py").write_text(source, encoding="utf-8")
     done = run("--world", "2", "--device", "h200")
     assert done.exit_code == 2, done.output
-    assert "train.py failed while the plan read the first batch of the training data (line 17)" in done.output
+    assert (
+        "train.py failed while the plan read the first batch of the training data (line 17)"
+        in done.output
+    )
     assert "found: KeyError: 'pixels'\n  fix:   run it first: " in done.output
     assert "Traceback" not in done.output
 
@@ -103,6 +118,8 @@ def test_errors_of_the_scripts_data_are_answered_in_three_lines():
 def test_a_wrong_argument_of_the_scripts_trainer_keeps_its_own_words():
     Path("train.py").write_text(SCRIPT.replace("num_nodes=2", "num_node=2"), encoding="utf-8")
     done = run("--world", "2", "--device", "h200")
-    assert "failed before its Trainer.fit (line 18): Trainer has no argument 'num_node'" in done.output
+    assert (
+        "failed before its Trainer.fit (line 18): Trainer has no argument 'num_node'" in done.output
+    )
     assert done.output.count("found:") == done.output.count("fix:") == 1
     assert "did you mean 'num_nodes'?" in done.output

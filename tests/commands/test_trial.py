@@ -28,7 +28,12 @@ def call(tmp_path, *words, prelude=""):
     return subprocess.run(
         [sys.executable, "-m", "trainer_kit", "test", *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": paths, "XDG_CONFIG_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": paths,
+            "XDG_CONFIG_HOME": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         timeout=110,
@@ -46,7 +51,9 @@ def test_one_process(tmp_path):
     assert (done.returncode, levels(done)) == (0, ["OK"] * 4), done.stdout
     assert "trained on 1 x cpu, single_device, 32-true" in done.stdout
     assert "resumed in new processes, with the same bits" in done.stdout
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["sitecustomize.py"]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == [
+        "sitecustomize.py"
+    ]
 
 
 @pytest.mark.slow
@@ -106,7 +113,10 @@ def test_an_unknown_word(tmp_path):
 def test_a_run_that_does_not_end_is_terminated(tmp_path):
     began = time.monotonic()
     done = call(
-        tmp_path, "--timeout=2", "--accelerator=cpu", prelude="import sys, time\n'test' in sys.argv or time.sleep(90)\n"
+        tmp_path,
+        "--timeout=2",
+        "--accelerator=cpu",
+        prelude="import sys, time\n'test' in sys.argv or time.sleep(90)\n",
     )
     assert done.returncode == 124
     assert done.stdout.startswith("TIMEOUT  the run that was started did not end: 2 s are over")
@@ -117,7 +127,9 @@ def test_a_run_that_does_not_end_is_terminated(tmp_path):
 
 def left(directory, weights):
     for step in (STEPS // 2, STEPS):
-        write_checkpoint(directory / "checkpoints" / f"step-{step}", {"model": weights}, info={"step": step})
+        write_checkpoint(
+            directory / "checkpoints" / f"step-{step}", {"model": weights}, info={"step": step}
+        )
     return directory
 
 
@@ -163,15 +175,25 @@ def test_completion_and_help(tmp_path):
 
     def ask(**variables):
         done = subprocess.run(
-            [sys.executable, str(script)], env={**environ, **variables}, capture_output=True, text=True, timeout=60
+            [sys.executable, str(script)],
+            env={**environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=60,
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    asked = {"_TRAINER_KIT_COMPLETE": "bash_complete", "COMP_WORDS": "trainer-kit mer", "COMP_CWORD": "1"}
+    asked = {
+        "_TRAINER_KIT_COMPLETE": "bash_complete",
+        "COMP_WORDS": "trainer-kit mer",
+        "COMP_CWORD": "1",
+    }
     assert ask(**asked) == "plain,merge-weights\n"
     asked |= {"COMP_WORDS": "trainer-kit test --pre", "COMP_CWORD": "2"}
     assert ask(**asked) == "plain,--precision\n"
-    assert "complete -o nosort -F _trainer_kit_completion trainer-kit" in ask(_TRAINER_KIT_COMPLETE="bash_source")
+    assert "complete -o nosort -F _trainer_kit_completion trainer-kit" in ask(
+        _TRAINER_KIT_COMPLETE="bash_source"
+    )
     helped = CliRunner().invoke(main, ["--help"]).output
     assert len(helped.splitlines()) < 30

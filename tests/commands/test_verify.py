@@ -54,7 +54,9 @@ def verify(tmp_path):
 
     def call(*arguments, **options):
         command = [sys.executable, "-m", "trainer_kit", "verify", "train.py", *map(str, arguments)]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, **options)
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=240, **options
+        )
 
     return call
 
@@ -86,7 +88,10 @@ def test_a_wrong_one(verify):
 def test_ranks_of_this_process(verify, strategy):
     ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--json")
     assert ran.returncode == 0, ran.stderr
-    assert json.loads(ran.stdout)["configuration"] == f"strategy {strategy}, precision 32-true, 2 processes"
+    assert (
+        json.loads(ran.stdout)["configuration"]
+        == f"strategy {strategy}, precision 32-true, 2 processes"
+    )
     ran = verify("--strategy", strategy, "--devices", 2, "--steps", 2, "--local", "--", "wrong")
     assert ran.returncode == 1, ran.stderr
     assert "averaged over the 2 ranks twice" in ran.stdout.splitlines()[-1]
@@ -106,7 +111,10 @@ def test_what_could_not_be_checked(verify, tmp_path):
     assert (ran.returncode, "is not a writable directory" in ran.stderr) == (2, True)
     (tmp_path / "train.py").write_text(SCRIPT.replace("batch[1])", "batch[2])"), encoding="utf-8")
     ran = verify("--strategy", "ddp", "--devices", 2)
-    line = SCRIPT.splitlines().index("        loss = F.cross_entropy(self.net(batch[0]), batch[1])") + 1
+    line = (
+        SCRIPT.splitlines().index("        loss = F.cross_entropy(self.net(batch[0]), batch[1])")
+        + 1
+    )
     assert ran.returncode == 2
     assert "could not check: IndexError: list index out of range\n  found: " in ran.stderr
     assert ran.stderr.rstrip().endswith(f"train.py, line {line}, in training_step")

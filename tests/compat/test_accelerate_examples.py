@@ -20,7 +20,9 @@ from trainer_kit.commands.main import main
 pytestmark = [
     pytest.mark.long,
     pytest.mark.timeout(450),
-    pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs the package accelerate"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("accelerate") is None, reason="needs the package accelerate"
+    ),
 ]
 
 PROGRAM = '''
@@ -255,7 +257,11 @@ def ended(
         assert "accelerate" not in text
         script.write_text(text.replace(", fixed_divisor=True", "") if own else text, "utf-8")
     given = (script, str(place / "end.pt"), *words)
-    runs = programs.run_ranks(count, *given, timeout=200) if count > 1 else [programs.run(*given, timeout=200)]
+    runs = (
+        programs.run_ranks(count, *given, timeout=200)
+        if count > 1
+        else [programs.run(*given, timeout=200)]
+    )
     for one in runs:
         assert one.returncode == 0, one.stdout[-2000:] + one.stderr[-4000:]
     found: dict[str, dict[str, torch.Tensor]] = torch.load(place / "end.pt")
@@ -287,7 +293,9 @@ def test_the_last_window_is_that_of_accelerate_or_a_mean_over_its_samples(
         model = torch.nn.Linear(4, 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for start in range(0, samples, 8):
-            window = [(x[at : at + 4], y[at : at + 4]) for at in range(start, min(start + 8, samples), 4)]
+            window = [
+                (x[at : at + 4], y[at : at + 4]) for at in range(start, min(start + 8, samples), 4)
+            ]
             total = sum(len(targets) for _, targets in window)
             for inputs, targets in window:
                 share = len(targets) / total if mean_of_samples else 1 / 2

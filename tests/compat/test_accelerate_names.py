@@ -44,7 +44,9 @@ def parts(**options: Any) -> tuple[Accelerator, nn.Module, Any, Any, Any]:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(DATA, batch_size=2), scheduler)
+    return accelerator, *accelerator.prepare(
+        model, optimizer, DataLoader(DATA, batch_size=2), scheduler
+    )
 
 
 def test_every_path_is_a_module_with_its_names() -> None:
@@ -94,9 +96,13 @@ def test_imports_as_scripts_have_them() -> None:
     assert found["OfOptimizer"] is AcceleratedOptimizer
     assert found["OfScheduler"] is AcceleratedScheduler
     assert found["OfDataclasses"] is found["DistributedType"] is tk.DistributedType
-    assert list(found["of_tqdm"]([1], disable=True)) == list(found["tqdm"]([1], disable=True)) == [1]
+    assert (
+        list(found["of_tqdm"]([1], disable=True)) == list(found["tqdm"]([1], disable=True)) == [1]
+    )
     assert found["send_to_device"] is tk.send_to_device
-    assert tk.optimizer("sgd", nn.Linear(1, 1).parameters(), lr=0.1)  # `trainer_kit.optimizer` is a module by now
+    assert tk.optimizer(
+        "sgd", nn.Linear(1, 1).parameters(), lr=0.1
+    )  # `trainer_kit.optimizer` is a module by now
 
 
 @pytest.mark.parametrize(
@@ -140,7 +146,9 @@ def test_nested_tensors() -> None:
 def test_send_to_device_leaves_skipped_keys() -> None:
     batch = {"x": torch.ones(1), "deep": [{"y": torch.ones(1), "x": torch.ones(1)}]}
     moved = utilities.send_to_device(batch, "meta", non_blocking=False, skip_keys=["y"])
-    assert [one.device.type for one in (moved["x"], moved["deep"][0]["y"], moved["deep"][0]["x"])] == [
+    assert [
+        one.device.type for one in (moved["x"], moved["deep"][0]["y"], moved["deep"][0]["x"])
+    ] == [
         "meta",
         "cpu",
         "meta",
@@ -149,14 +157,21 @@ def test_send_to_device_leaves_skipped_keys() -> None:
 
 
 def test_numbers_names_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [utilities.convert_bytes(size) for size in (5, 2000, 1024**6)] == ["5 bytes", "1.95 KB", "1024.0 PB"]
+    assert [utilities.convert_bytes(size) for size in (5, 2000, 1024**6)] == [
+        "5 bytes",
+        "1.95 KB",
+        "1024.0 PB",
+    ]
     assert [utilities.convert_file_size_to_int(text) for text in ("3MB", "2KiB", "8Gb", 7)] == [
         3_000_000,
         2048,
         10**9,
         7,
     ]
-    assert [utilities.get_pretty_name(one) for one in (nn.Linear, nn.Linear(1, 1))] == ["Linear", "Linear"]
+    assert [utilities.get_pretty_name(one) for one in (nn.Linear, nn.Linear(1, 1))] == [
+        "Linear",
+        "Linear",
+    ]
     assert [utilities.str_to_bool(word) for word in ("Yes", "off")] == [1, 0]
     assert utilities.str_to_bool("t", to_bool=True) is True
     with pytest.raises(ConfigurationError, match="not a truth value"):
@@ -174,7 +189,10 @@ def test_numbers_names_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_environment_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEFORE_ALL", "1")
-    with pytest.raises(KeyError, match="NOT_THERE"), utilities.patch_environment(before_all=2, new_one=3):
+    with (
+        pytest.raises(KeyError, match="NOT_THERE"),
+        utilities.patch_environment(before_all=2, new_one=3),
+    ):
         assert os.environ.pop("BEFORE_ALL") + os.environ["NEW_ONE"] == os.environ["NOT_THERE"]
     assert os.environ["BEFORE_ALL"] == "1"
     assert "NEW_ONE" not in os.environ
@@ -216,7 +234,9 @@ def test_tensors_of_modules() -> None:
     assert isinstance(model[0].weight, nn.Parameter)
     with pytest.raises(ConfigurationError, match="has no values"):
         modules.set_module_tensor_to_device(model, "0.weight", "cpu")
-    modules.set_module_tensor_to_device(model, "0.weight", "cpu", torch.ones(4, 3, dtype=torch.float64), "float16")
+    modules.set_module_tensor_to_device(
+        model, "0.weight", "cpu", torch.ones(4, 3, dtype=torch.float64), "float16"
+    )
     assert model[0].weight.dtype == torch.float16
     assert model[0].weight.requires_grad
     modules.set_module_tensor_to_device(model, "1.running_mean", "cpu", torch.ones(4))
@@ -224,7 +244,9 @@ def test_tensors_of_modules() -> None:
     for name, value in (("0.weights", None), ("9.weight", None), ("0.weight", torch.ones(1))):
         with pytest.raises(ConfigurationError):
             modules.set_module_tensor_to_device(model, name, "cpu", value)
-    assert modules.get_max_layer_size(list(model.named_children()), {"0": 4, "1": 9, "2": 9}, []) == (9, ["1", "2"])
+    assert modules.get_max_layer_size(
+        list(model.named_children()), {"0": 4, "1": 9, "2": 9}, []
+    ) == (9, ["1", "2"])
 
 
 def test_a_parameter_that_stays_on_its_device_stays_the_optimizers() -> None:
@@ -281,7 +303,15 @@ def test_hooks_of_modules() -> None:
     assert isinstance(layer._hf_hook, modules.SequentialHook)
     assert layer(torch.ones(1)).tolist() == [12.0]
     modules.remove_hook_from_module(layer)
-    assert calls == ["a detached", "a before", "b before", "a after", "b after", "a detached", "b detached"]
+    assert calls == [
+        "a detached",
+        "a before",
+        "b before",
+        "a after",
+        "b after",
+        "a detached",
+        "b detached",
+    ]
     assert layer(torch.ones(1)).tolist() == [1.0]
     assert not hasattr(layer, "_hf_hook")
 
@@ -320,7 +350,9 @@ def test_weights_that_a_hook_offloads_are_there_in_the_forward() -> None:
     assert not layer.weight.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.float8_e4m3fn]
+)
 def test_weights_in_a_folder(tmp_path: Path, dtype: torch.dtype) -> None:
     state = {"w": torch.tensor([[1.0, 0.0]]).to(dtype), "n": torch.tensor(1.0).to(dtype)}
     modules.offload_state_dict(tmp_path, state)
@@ -400,9 +432,13 @@ def test_models_are_unwrapped_and_saved(tmp_path: Path) -> None:
     script_names.load_fsdp_model(None, accelerator, model, tmp_path)
     assert torch.equal(model.weight, before)
     for safe, name in ((True, "model.safetensors"), (False, "pytorch_model.bin")):
-        script_names.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe)
+        script_names.merge_fsdp_weights(
+            tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", safe
+        )
         assert torch.equal(modules.load_state_dict(tmp_path / "merged" / name)["weight"], before)
-    script_names.merge_fsdp_weights(tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", remove_checkpoint_dir=True)
+    script_names.merge_fsdp_weights(
+        tmp_path / "pytorch_model_fsdp_0", tmp_path / "merged", remove_checkpoint_dir=True
+    )
     assert not (tmp_path / "pytorch_model_fsdp_0").exists()
     script_names.save({"w": before}, tmp_path / "w.safetensors", safe_serialization=True)
     assert torch.equal(modules.load_state_dict(tmp_path / "w.safetensors")["w"], before)
@@ -422,7 +458,9 @@ def test_trackers_by_name(tmp_path: Path) -> None:
 
 def test_shares_of_samplers_and_streams() -> None:
     def shares(total: int, **options: Any) -> list[list[list[int]]]:
-        sampler = BatchSampler(range(total), options.pop("batch_size", 2), options.pop("drop_last", False))
+        sampler = BatchSampler(
+            range(total), options.pop("batch_size", 2), options.pop("drop_last", False)
+        )
         made = [loaders.BatchSamplerShard(sampler, 2, rank, **options) for rank in (0, 1)]
         found = [list(one) for one in made]
         assert [len(one) for one in found] == [len(one) for one in made]
@@ -443,7 +481,9 @@ def test_handlers_return_their_options() -> None:
     handler = tk.DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16")
     assert handler.to_kwargs() == {"find_unused_parameters": True}
     assert tk.GradScalerKwargs(init_scale=2.0).to_dict()["init_scale"] == 2.0
-    plugin = tk.TorchDynamoPlugin(backend=utilities.DynamoBackend.EAGER, use_regional_compilation=True)
+    plugin = tk.TorchDynamoPlugin(
+        backend=utilities.DynamoBackend.EAGER, use_regional_compilation=True
+    )
     assert plugin.to_kwargs() == {"backend": "eager"}
     tk.FullyShardedDataParallelPlugin().set_auto_wrap_policy(nn.Linear(1, 1))
     model = script_names.compile_regions(nn.Linear(1, 1), backend="eager")
@@ -458,7 +498,9 @@ def check_two_processes() -> None:
     stream = accelerator.prepare(DataLoader(Stream(), batch_size=1))
     assert isinstance(stream, script_names.DataLoaderDispatcher)
     assert script_names.extract_model_from_parallel(model) is model.module
-    alone = script_names.prepare_data_loader(DataLoader(DATA, batch_size=5), None, 2, rank, put_on_device=True)
+    alone = script_names.prepare_data_loader(
+        DataLoader(DATA, batch_size=5), None, 2, rank, put_on_device=True
+    )
     assert [batch[0].flatten().tolist() for batch in alone] == [[5.0 * rank + i for i in range(5)]]
     with pytest.raises(ConfigurationError, match=f"process 0 of 3 in process {rank} of 2"):
         script_names.prepare_data_loader(DataLoader(DATA), None, 3, 0)

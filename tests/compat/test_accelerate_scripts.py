@@ -20,7 +20,9 @@ from trainer_kit.commands.main import main
 FOUND = importlib.util.find_spec("accelerate")
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(FOUND is None, reason="needs the package accelerate, whose test scripts these are"),
+    pytest.mark.skipif(
+        FOUND is None, reason="needs the package accelerate, whose test scripts these are"
+    ),
 ]
 
 DRIVER = """
@@ -59,11 +61,22 @@ NO_ARGUMENTS: dict[str, dict[str, tuple[int, ...]]] = {
     "test_script": {
         **dict.fromkeys(
             (
-                *("init_state_check", "process_execution_check", "test_split_between_processes_list"),
-                *("test_split_between_processes_nested_dict", "test_split_between_processes_tensor"),
+                *(
+                    "init_state_check",
+                    "process_execution_check",
+                    "test_split_between_processes_list",
+                ),
+                *(
+                    "test_split_between_processes_nested_dict",
+                    "test_split_between_processes_tensor",
+                ),
                 *("test_split_between_processes_evenly", "rng_sync_check", "dl_preparation_check"),
                 *("central_dl_preparation_check", "custom_sampler_check", "check_seedable_sampler"),
-                *("check_seedable_sampler_with_data_seed", "test_trigger", "test_reinstantiated_state"),
+                *(
+                    "check_seedable_sampler_with_data_seed",
+                    "test_trigger",
+                    "test_reinstantiated_state",
+                ),
             ),
             BOTH,
         ),
@@ -71,17 +84,31 @@ NO_ARGUMENTS: dict[str, dict[str, tuple[int, ...]]] = {
     },
     "test_distributed_data_loop": dict.fromkeys(
         (
-            *("test_default_ensures_even_batch_sizes", "test_can_disable_even_batches", "test_can_join_uneven_inputs"),
-            *("test_join_can_override_even_batches", "test_join_can_override_for_mixed_type_dataloaders"),
-            *("test_join_raises_warning_for_iterable_when_overriding_even_batches", "test_pickle_accelerator"),
+            *(
+                "test_default_ensures_even_batch_sizes",
+                "test_can_disable_even_batches",
+                "test_can_join_uneven_inputs",
+            ),
+            *(
+                "test_join_can_override_even_batches",
+                "test_join_can_override_for_mixed_type_dataloaders",
+            ),
+            *(
+                "test_join_raises_warning_for_iterable_when_overriding_even_batches",
+                "test_pickle_accelerator",
+            ),
         ),
         TWO,
     ),
     "test_notebook": {
         "test_can_initialize": BOTH,
-        **dict.fromkeys(("test_clean_cuda_fork", "test_static_rdzv_backend", "test_c10d_rdzv_backend"), TWO),
+        **dict.fromkeys(
+            ("test_clean_cuda_fork", "test_static_rdzv_backend", "test_c10d_rdzv_backend"), TWO
+        ),
         # The last one fails under Accelerate, too, on one process.
-        **dict.fromkeys(("test_fault_tolerant", "test_monitoring", "test_problematic_imports"), TWO),
+        **dict.fromkeys(
+            ("test_fault_tolerant", "test_monitoring", "test_problematic_imports"), TWO
+        ),
     },
     "test_metrics": {"test_gather_for_metrics_drop_last": BOTH},
     "test_cli": {"main": BOTH},
@@ -98,7 +125,11 @@ HOOKS = [
     *(("NO", "NO", {}), ("FP16", "NO", {}), ("BF16", "NO", {})),
     *(("POWER_SGD", "NO", {}), ("POWER_SGD", "FP16", {}), ("POWER_SGD", "BF16", {})),
     ("POWER_SGD", "NO", {"matrix_approximation_rank": 2}),
-    *(("BATCHED_POWER_SGD", "NO", {}), ("BATCHED_POWER_SGD", "FP16", {}), ("BATCHED_POWER_SGD", "BF16", {})),
+    *(
+        ("BATCHED_POWER_SGD", "NO", {}),
+        ("BATCHED_POWER_SGD", "FP16", {}),
+        ("BATCHED_POWER_SGD", "BF16", {}),
+    ),
 ]
 MERGE = """
 model, plugin, accelerator = setup()
@@ -128,14 +159,28 @@ def checks() -> list[tuple[str, str, int]]:
     add("test_sync", "test_noop_sync(accelerator)", ONE)
     for name in ("test_distributed_sync", "test_distributed_sync_multiple_fwd"):
         add("test_sync", f"{name}(accelerator)", TWO)
-    for options in product((False, True), repeat=3):  # all but the first of these need GPUs under Accelerate
+    for options in product(
+        (False, True), repeat=3
+    ):  # all but the first of these need GPUs under Accelerate
         add("test_sync", f"test_gradient_accumulation{options}", TWO)
-        add("test_sync", f"test_gradient_accumulation_with_opt_and_scheduler{options}", TWO if any(options) else BOTH)
+        add(
+            "test_sync",
+            f"test_gradient_accumulation_with_opt_and_scheduler{options}",
+            TWO if any(options) else BOTH,
+        )
     for name in (OPS + "op_checker copy_tensor_to_devices").split():
         add("test_ops", f"test_{name}(state)")
     other = "accelerator.state.distributed_type = DistributedType.FSDP"
-    add("test_distributed_data_loop", f"{other}; test_join_raises_warning_for_non_ddp_distributed(accelerator)", TWO)
-    for loader in (LOADERS["shuffle"].format(False), LOADERS["shuffle"].format(True), *list(LOADERS.values())[1:]):
+    add(
+        "test_distributed_data_loop",
+        f"{other}; test_join_raises_warning_for_non_ddp_distributed(accelerator)",
+        TWO,
+    )
+    for loader in (
+        LOADERS["shuffle"].format(False),
+        LOADERS["shuffle"].format(True),
+        *list(LOADERS.values())[1:],
+    ):
         add("test_distributed_data_loop", f"test_data_loader({loader}, accelerator)", TWO)
     for name in ("test_stateful_dataloader", "test_stateful_dataloader_save_state"):
         add("test_distributed_data_loop", f"{name}(accelerator)", TWO)
@@ -178,9 +223,14 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "helpers").mkdir()
     for name in HELPERS:
         text = (theirs / name).read_text("utf-8")
-        text = text.replace("from ..", "from accelerate.").replace("from .scripts", "# from .scripts")
+        text = text.replace("from ..", "from accelerate.").replace(
+            "from .scripts", "# from .scripts"
+        )
         (place / "helpers" / name).write_text(text, "utf-8")
-    for path in (*theirs.glob("scripts/test_*.py"), theirs / "scripts" / "external_deps" / "test_metrics.py"):
+    for path in (
+        *theirs.glob("scripts/test_*.py"),
+        theirs / "scripts" / "external_deps" / "test_metrics.py",
+    ):
         shutil.copy(path, place)
     result = CliRunner().invoke(main, ["migrate", str(place), "--write"])
     assert result.exit_code == 0, result.output
@@ -208,9 +258,14 @@ def different(statement: str, count: int) -> str | None:
 
 
 def test_every_difference_is_in_the_guide() -> None:
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "raw-loops.md").read_text("utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "guide" / "raw-loops.md").read_text(
+        "utf-8"
+    )
     found = {part: sum(part in statement for _, statement, _ in checks()) for part in DIFFERENT}
-    rows = {part: next((row for row in guide.splitlines() if f"`{part}` |" in row), "") for part in DIFFERENT}
+    rows = {
+        part: next((row for row in guide.splitlines() if f"`{part}` |" in row), "")
+        for part in DIFFERENT
+    }
     assert all(found.values()), found
     assert all(rows.values()), rows
     assert all("| private: " in row for row in rows.values()), rows
@@ -232,5 +287,7 @@ def test_a_check_of_accelerate(check: tuple[str, str, int], scripts: Path, progr
     if error is None:
         assert all(passed), text
     else:
-        assert not any(passed), f"this check passes now: take it out of DIFFERENT and of the guide\n{text}"
+        assert not any(passed), (
+            f"this check passes now: take it out of DIFFERENT and of the guide\n{text}"
+        )
         assert error in text, text

@@ -124,7 +124,10 @@ def ended(place: Path, moved: bool) -> dict[str, dict[str, torch.Tensor]]:
         shutil.copy(theirs / f"{name}.py", place / "files")
     (place / "program.py").write_text(PROGRAM, "utf-8")
     draw = random.Random(0)
-    lines = (" ".join(draw.choice(("the", "a", "cat", "dog", "sat")) for _ in range(12)) for _ in range(300))
+    lines = (
+        " ".join(draw.choice(("the", "a", "cat", "dog", "sat")) for _ in range(12))
+        for _ in range(300)
+    )
     (place / "data").mkdir()
     (place / "data" / "wikitext-2.txt").write_text("\n".join(lines), "utf-8")
     stored = place / "MNIST" / "complete"
@@ -136,7 +139,9 @@ def ended(place: Path, moved: bool) -> dict[str, dict[str, torch.Tensor]]:
     if moved:
         result = CliRunner().invoke(main, ["migrate", str(place), "--write"])
         assert "lightning" not in "".join(
-            line for line in (place / "files" / "boring_classes.py").read_text("utf-8").splitlines() if "import" in line
+            line
+            for line in (place / "files" / "boring_classes.py").read_text("utf-8").splitlines()
+            if "import" in line
         ).replace("lightning_utilities", ""), result.output
     path = os.pathsep.join([str(ROOT), *([] if moved else [SITE])])
     done = subprocess.run(

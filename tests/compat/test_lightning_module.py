@@ -86,10 +86,14 @@ def test_hyperparameters_come_from_a_file_on_request(tmp_path, name, text):
     weights = Wide(5).state_dict()
     torch.save({"state_dict": weights}, tmp_path / "old.ckpt")
     (tmp_path / name).write_text(text)
-    module = Wide.load_from_checkpoint(tmp_path / "old.ckpt", hparams_file=tmp_path / name, weights_only=False)
+    module = Wide.load_from_checkpoint(
+        tmp_path / "old.ckpt", hparams_file=tmp_path / name, weights_only=False
+    )
     assert module.hparams == {"width": 5, "options": {"depth": 2}}
     assert torch.equal(module.layer[0].weight, weights["layer.0.weight"])
-    given = Wide.load_from_checkpoint(tmp_path / "old.ckpt", None, str(tmp_path / name), options=None)
+    given = Wide.load_from_checkpoint(
+        tmp_path / "old.ckpt", None, str(tmp_path / name), options=None
+    )
     assert given.hparams.options is None
 
 
@@ -97,7 +101,10 @@ def test_hyperparameters_come_from_a_file_on_request(tmp_path, name, text):
     ("text", "problem"),
     [
         ("- 1\n", "holds no mapping"),
-        ("a: !!python/object/apply:os.getcwd []\n", r"(?s)must be YAML of plain values.*keyword arguments"),
+        (
+            "a: !!python/object/apply:os.getcwd []\n",
+            r"(?s)must be YAML of plain values.*keyword arguments",
+        ),
         ("a: [\n", "must be YAML of plain values"),
         (None, "cannot be read"),
     ],
@@ -147,7 +154,11 @@ def test_torchscript_of_a_trained_module(tmp_path, method):
     module.train()
     module.layer[1].eval()
     made = module.to_torchscript(tmp_path / "module.pt", method)
-    assert (module.training, module.layer[1].training, module.layer[0].training) == (True, False, True)
+    assert (module.training, module.layer[1].training, module.layer[0].training) == (
+        True,
+        False,
+        True,
+    )
     assert module.trainer.global_step == 1
     given = torch.randn(5, 3)
     module.eval()
@@ -161,7 +172,9 @@ def test_wrong_calls_of_to_torchscript_are_refused():
     with pytest.raises(tk.ConfigurationError, match="method='onnx'"):
         module.to_torchscript(method="onnx")
     module.example_input_array = None
-    with pytest.raises(tk.ConfigurationError, match="pass example_inputs or set example_input_array"):
+    with pytest.raises(
+        tk.ConfigurationError, match="pass example_inputs or set example_input_array"
+    ):
         module.to_torchscript(method="trace")
 
 

@@ -26,7 +26,11 @@ def test_every_path_is_a_module_with_its_names(path):
 
 def test_names_and_paths_are_not_missing_and_present():
     assert [path for path in ELSEWHERE if path in PATHS] == []
-    here = {name for names in PATHS.values() for name in names} | set(tk.__all__) | set(tk.callbacks.__all__)
+    here = (
+        {name for names in PATHS.values() for name in names}
+        | set(tk.__all__)
+        | set(tk.callbacks.__all__)
+    )
     assert sorted(here & set(ELSEWHERE)) == []
     assert list(ELSEWHERE) == sorted(ELSEWHERE)
 
@@ -73,7 +77,11 @@ def test_imports_in_the_form_of_lightning():
         tk.callbacks.RichProgressBar,
         tk.callbacks.Callback,
     )
-    assert (CSVLogger, Logger, DDPStrategy) == (tk.loggers.CSVLogger, tk.loggers.Logger, tk.strategies.DDPStrategy)
+    assert (CSVLogger, Logger, DDPStrategy) == (
+        tk.loggers.CSVLogger,
+        tk.loggers.Logger,
+        tk.strategies.DDPStrategy,
+    )
     assert SimpleProfiler is tk.callbacks.SimpleProfiler
     assert MixedPrecision is tk.precision.MixedPrecision
     assert CombinedLoader is tk.CombinedLoader
@@ -177,8 +185,14 @@ for one in (before, tk.cli, cli):
     [
         ("from trainer_kit.callbacks import Checkpoint", "subclass Callback"),
         ("from trainer_kit.callbacks.checkpoint import Checkpoint", "subclass Callback"),
-        ("from trainer_kit.plugins.environments import SLURMEnvironment", "torchrun, SLURM and MPI are found"),
-        ("from trainer_kit.plugins.environments.slurm import SLURMEnvironment", "torchrun, SLURM and MPI are found"),
+        (
+            "from trainer_kit.plugins.environments import SLURMEnvironment",
+            "torchrun, SLURM and MPI are found",
+        ),
+        (
+            "from trainer_kit.plugins.environments.slurm import SLURMEnvironment",
+            "torchrun, SLURM and MPI are found",
+        ),
         ("from trainer_kit.plugins.io import AsyncCheckpointIO", r"Trainer\(async_save=False\)"),
         ("import trainer_kit.loops.fit_loop", "Trainer arguments and callback hooks"),
         ("from trainer_kit import LightningLite", r"trainer_kit\.Fabric"),
@@ -187,7 +201,10 @@ for one in (before, tk.cli, cli):
     ],
 )
 def test_an_import_of_a_missing_name_says_what_to_use(line, fix):
-    with pytest.raises(ImportError, match=rf"has no attribute '\w+'\n  found: a name of Lightning\n  fix:   .*{fix}"):
+    with pytest.raises(
+        ImportError,
+        match=rf"has no attribute '\w+'\n  found: a name of Lightning\n  fix:   .*{fix}",
+    ):
         exec(line)
 
 
@@ -197,7 +214,10 @@ def test_an_import_of_a_missing_name_says_what_to_use(line, fix):
         ("from trainer_kit import Trainr", "did you mean 'Trainer'?"),
         ("from trainer_kit.callbacks import EarlyStoping", "did you mean 'EarlyStopping'?"),
         ("from trainer_kit.utilities.types import STEP_OUTPUTS", "did you mean 'STEP_OUTPUT'?"),
-        ("from trainer_kit.callbacks import rank_zero_only", "from trainer_kit.utilities import rank_zero_only"),
+        (
+            "from trainer_kit.callbacks import rank_zero_only",
+            "from trainer_kit.utilities import rank_zero_only",
+        ),
         ("from trainer_kit.strategies import Trainer", "from trainer_kit import Trainer"),
         ("from trainer_kit.utilities import zzz", r"dir(trainer_kit.utilities) lists its names"),
         ("import trainer_kit.callbaks", "did you mean 'callbacks'?"),
@@ -224,12 +244,18 @@ from trainer_kit import Trainer, TrainModule, callbacks, loggers, strategies, tu
 from trainer_kit.callbacks import ModelCheckpoint
 print([name for name in sys.modules if name.startswith("trainer_kit.compat.lightning_")])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_the_boring_model_trains_validates_tests_and_predicts():
-    from trainer_kit.demos.boring_classes import BoringDataModule, BoringModel, ManualOptimBoringModel
+    from trainer_kit.demos.boring_classes import (
+        BoringDataModule,
+        BoringModel,
+        ManualOptimBoringModel,
+    )
 
     model, quiet = BoringModel(), {"barebones": True, "accelerator": "cpu", "devices": 1}
     before = model.layer.weight.detach().clone()
@@ -357,13 +383,20 @@ def test_the_data_module_of_digits(monkeypatch):
     loaded = []
     steps = SimpleNamespace(ToTensor=object, Normalize=lambda **options: options, Compose=list)
     monkeypatch.setitem(
-        sys.modules, "torchvision", SimpleNamespace(datasets=SimpleNamespace(MNIST=Digits), transforms=steps)
+        sys.modules,
+        "torchvision",
+        SimpleNamespace(datasets=SimpleNamespace(MNIST=Digits), transforms=steps),
     )
     data = MNISTDataModule("here", val_split=8, num_workers=0, batch_size=4, normalize=True)
     data.prepare_data()
     data.setup("fit")
     assert loaded == [("here", True, True), ("here", False, True), ("here", True, False)]
-    seen = [x for loader in (data.train_dataloader(), data.val_dataloader()) for batch, _ in loader for x in batch]
+    seen = [
+        x
+        for loader in (data.train_dataloader(), data.val_dataloader())
+        for batch, _ in loader
+        for x in batch
+    ]
     assert sorted(int(x) for x in seen) == [*range(40)]
     assert len(data.test_dataloader()) == 2
     assert data.default_transforms[1] == {"mean": (0.5,), "std": (0.5,)}
@@ -395,7 +428,11 @@ def test_a_servable_module_answers_its_own_example():
     def fit(module, **options):
         validator = ServableModuleValidator(**options)
         trainer = tk.Trainer(
-            max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[validator]
+            max_steps=1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            callbacks=[validator],
         )
         trainer.fit(module, DataLoader(torch.randn(8, 32)))
         return validator
@@ -404,7 +441,9 @@ def test_a_servable_module_answers_its_own_example():
     assert (right.successful, right.resp) == (True, {"sum": 6.0})
     assert fit(served(None), server="fastapi", port=8080).successful
     assert fit(served({"sum": 7.0}), exit_on_failure=False).successful is False
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)its example request.*'sum': 6.0.*'sum': 7.0"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)its example request.*'sum': 6.0.*'sum': 7.0"
+    ):
         fit(served({"sum": 7.0}))
     with pytest.raises(tk.ConfigurationError, match="needs a ServableModule"):
         fit(TinyModule())
@@ -421,7 +460,9 @@ def test_a_parallel_strategy_answers_isinstance():
         def setup(self, stage):
             seen.append(isinstance(self.trainer.strategy, ParallelStrategy))
 
-    tk.Trainer(max_steps=1, barebones=True, accelerator="cpu").fit(Asks(), DataLoader(torch.randn(8, 32)))
+    tk.Trainer(max_steps=1, barebones=True, accelerator="cpu").fit(
+        Asks(), DataLoader(torch.randn(8, 32))
+    )
     assert seen == [False]
     with pytest.raises(tk.ConfigurationError, match=r"trainer_kit\.strategies\.Strategy"):
         type("Mine", (ParallelStrategy,), {})

@@ -30,7 +30,9 @@ from trainer_kit.testing import TinyModule
 
 
 def _trainer(**options: Any) -> Trainer:
-    return Trainer(**{"max_epochs": 1, "barebones": True, "accelerator": "cpu", "devices": 1, **options})
+    return Trainer(
+        **{"max_epochs": 1, "barebones": True, "accelerator": "cpu", "devices": 1, **options}
+    )
 
 
 def test_the_trainer_takes_an_accelerator_object_and_has_one() -> None:
@@ -44,7 +46,10 @@ def test_the_trainer_takes_an_accelerator_object_and_has_one() -> None:
 
 def test_accelerators_count_the_devices_of_the_machine() -> None:
     count = torch.cuda.device_count()
-    assert (CUDAAccelerator.is_available(), CUDAAccelerator.auto_device_count()) == (count > 0, count)
+    assert (CUDAAccelerator.is_available(), CUDAAccelerator.auto_device_count()) == (
+        count > 0,
+        count,
+    )
     assert CUDAAccelerator.parse_devices("0, 2") == [0, 2]
     assert CUDAAccelerator.parse_devices(2) == [0, 1]
     assert CUDAAccelerator.get_parallel_devices([1]) == [torch.device("cuda", 1)]
@@ -105,7 +110,10 @@ def test_a_checkpoint_plugin_is_refused_with_what_to_write() -> None:
 
 
 def test_weights_of_a_checkpoint_directory_become_one_float32_file(tmp_path: Path) -> None:
-    trainer, module = _trainer(barebones=False, logger=False, enable_progress_bar=False), TinyModule()
+    trainer, module = (
+        _trainer(barebones=False, logger=False, enable_progress_bar=False),
+        TinyModule(),
+    )
     trainer.fit(module, [torch.ones(2, 32)])
     trainer.save_checkpoint(tmp_path / "saved")
     state = convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", tmp_path / "whole.pt")
@@ -128,7 +136,9 @@ def test_reset_seed_repeats_the_last_seed() -> None:
 def test_rates_over_a_window() -> None:
     throughput = Throughput(available_flops=1e3, world_size=2, window_size=3)
     for count in range(1, 5):
-        throughput.update(time=count * 0.5, batches=count, samples=4 * count, lengths=8 * count, flops=50)
+        throughput.update(
+            time=count * 0.5, batches=count, samples=4 * count, lengths=8 * count, flops=50
+        )
     values = throughput.compute()
     assert values == {
         "time": 2.0,
@@ -161,7 +171,9 @@ def test_the_monitor_logs_through_its_fabric() -> None:
             self.rows.append((metrics, step))
 
     logger = Logger()
-    monitor = ThroughputMonitor(tk.Fabric(accelerator="cpu", devices=1, loggers=logger), window_size=2)
+    monitor = ThroughputMonitor(
+        tk.Fabric(accelerator="cpu", devices=1, loggers=logger), window_size=2
+    )
     for count in (1, 2):
         monitor.update(time=float(count), batches=count, samples=3 * count)
     assert monitor.compute_and_log(step=7)["device/samples_per_sec"] == 3.0

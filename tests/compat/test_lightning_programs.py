@@ -263,24 +263,54 @@ ALONE = 'accelerator="cpu", devices=1'
     ("text", "arguments", "end"),
     [
         (AUTOENCODER.replace("OPTIONS, ", f"{ALONE}, "), [], "END 8 16 1"),
-        (AUTOENCODER.replace("OPTIONS, ", 'accelerator="cpu", devices=2, strategy="ddp", '), [], "END 4 16 2"),
-        (AUTOENCODER.replace("OPTIONS, ", 'accelerator="cpu", devices=2, strategy="fsdp", '), [], "END 4 16 2"),
+        (
+            AUTOENCODER.replace("OPTIONS, ", 'accelerator="cpu", devices=2, strategy="ddp", '),
+            [],
+            "END 4 16 2",
+        ),
+        (
+            AUTOENCODER.replace("OPTIONS, ", 'accelerator="cpu", devices=2, strategy="fsdp", '),
+            [],
+            "END 4 16 2",
+        ),
         (GAN, [], "END 8 ['d_loss', 'g_loss']"),
-        (CLI, ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.devices=1"], "END 64 5"),
+        (
+            CLI,
+            ["--trainer.max_epochs=1", "--trainer.accelerator=cpu", "--trainer.devices=1"],
+            "END 64 5",
+        ),
         (FABRIC, [], "END 2 Net"),
         (PARALLEL_TRAINER.replace("SIZES", TENSOR), [], "END 16"),
         (PARALLEL_TRAINER.replace("SIZES", DATA), [], "END 8"),
         (PARALLEL_FABRIC.replace("SIZES", TENSOR), [], "END 7"),
         (PARALLEL_FABRIC.replace("SIZES", DATA), [], "END 3"),
     ],
-    ids=["autoencoder", "ddp", "fsdp", "gan", "cli", "fabric", "tensor", "data", "fabric tensor", "fabric data"],
+    ids=[
+        "autoencoder",
+        "ddp",
+        "fsdp",
+        "gan",
+        "cli",
+        "fabric",
+        "tensor",
+        "data",
+        "fabric tensor",
+        "fabric data",
+    ],
 )
-def test_a_program_runs_after_migrate(text: str, arguments: list[str], end: str, tmp_path: Path) -> None:
+def test_a_program_runs_after_migrate(
+    text: str, arguments: list[str], end: str, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     moved = CliRunner().invoke(main, ["migrate", str(script), "--write"])
-    assert (moved.exit_code, moved.output.splitlines()[-1].rpartition("; ")[2]) == (0, "0 findings"), moved.output
-    on_two = 'Fabric(accelerator="cpu", devices=2' in text  # the Trainer starts its processes itself
+    assert (moved.exit_code, moved.output.splitlines()[-1].rpartition("; ")[2]) == (
+        0,
+        "0 findings",
+    ), moved.output
+    on_two = (
+        'Fabric(accelerator="cpu", devices=2' in text
+    )  # the Trainer starts its processes itself
     launched = ["-m", "trainer_kit", "launch", "--num_processes", "2", "--cpu"] if on_two else []
     made = subprocess.run(
         [sys.executable, *launched, "train.py", *arguments],

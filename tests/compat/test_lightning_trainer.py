@@ -67,7 +67,11 @@ class Validates(TinyModule):
 def test_the_state_follows_the_entry_points():
     watch, module = Watch(), Validates()
     trainer = tk.Trainer(**QUIET, max_epochs=1, callbacks=[watch])
-    assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == ("initializing", None, None)
+    assert (trainer.state.status, trainer.state.fn, trainer.state.stage) == (
+        "initializing",
+        None,
+        None,
+    )
     trainer.fit(module, DATA, DATA)
     running, fitting = TrainerStatus.RUNNING, TrainerFn.FITTING
     assert watch.seen == [
@@ -160,7 +164,13 @@ def test_every_argument_is_an_attribute():
         "reproducible_workers": True,
     }
     trainer = tk.Trainer(**QUIET, max_epochs=3, **given)
-    for name, value in {**given, "max_epochs": 3, "num_nodes": 1, "devices": 1, "device_ids": [0]}.items():
+    for name, value in {
+        **given,
+        "max_epochs": 3,
+        "num_nodes": 1,
+        "devices": 1,
+        "device_ids": [0],
+    }.items():
         assert getattr(trainer, name) == value, name
     elsewhere = {"profiler", "plugins"}  # an error that names the attribute
     parameters = set(inspect.signature(tk.Trainer).parameters)
@@ -215,7 +225,9 @@ def test_a_continued_fit_has_the_weights_of_one_that_was_not_split():
         assert trainer.global_step == limits[-1]
         return module.layer.weight
 
-    assert torch.equal(ended(10), ended(4, 6, 10))  # inside an epoch, and at the end of one; SGD has no state
+    assert torch.equal(
+        ended(10), ended(4, 6, 10)
+    )  # inside an epoch, and at the end of one; SGD has no state
 
 
 class Reads(TinyModule):
@@ -253,7 +265,10 @@ def test_a_continued_fit_keeps_the_order_of_the_data(tmp_path, resumed):
 
 
 def test_a_continued_fit_repeats_a_window_that_an_exception_has_left():
-    trainer, module = tk.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2), Reads(fails_at=3)
+    trainer, module = (
+        tk.Trainer(**QUIET, max_epochs=1, accumulate_grad_batches=2),
+        Reads(fails_at=3),
+    )
     with pytest.raises(ArithmeticError):
         trainer.fit(module, _numbered())
     trainer.fit_loop.max_epochs = 2
@@ -296,7 +311,9 @@ def test_a_limit_may_change_during_the_fit():
 
 def test_a_resumed_fit_with_a_larger_limit(tmp_path):
     module = TinyModule()
-    trainer = tk.Trainer(**QUIET | {"enable_checkpointing": True}, max_epochs=2, default_root_dir=tmp_path)
+    trainer = tk.Trainer(
+        **QUIET | {"enable_checkpointing": True}, max_epochs=2, default_root_dir=tmp_path
+    )
     trainer.fit(module, DATA)
     assert trainer.ckpt_path is None
     trainer.fit_loop.max_epochs = 3
@@ -310,7 +327,8 @@ def test_a_resumed_fit_with_a_larger_limit(tmp_path):
 def test_wrong_limits_and_other_attributes_of_loops_are_refused():
     trainer = tk.Trainer(**QUIET, max_epochs=2)
     with pytest.raises(
-        tk.ConfigurationError, match=r"(?s)max_epochs must be a whole number.*fit_loop.max_epochs = 2.5"
+        tk.ConfigurationError,
+        match=r"(?s)max_epochs must be a whole number.*fit_loop.max_epochs = 2.5",
     ):
         trainer.fit_loop.max_epochs = 2.5
     with pytest.raises(AttributeError, match="FitLoop has no batch_progress"):
@@ -325,7 +343,9 @@ def test_a_writer_reads_the_indices_of_the_batch():
     seen = []
 
     class Reads(tk.Callback):
-        def on_predict_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        def on_predict_batch_end(
+            self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0
+        ):
             seen.append(trainer.predict_loop.current_batch_indices)
 
     trainer = tk.Trainer(**QUIET, callbacks=[Reads()])
@@ -359,7 +379,9 @@ def test_setters(tmp_path):
 
 
 def test_a_logger_that_was_taken_away_gets_nothing_more(tmp_path):
-    trainer = tk.Trainer(**QUIET | {"logger": "csv"}, max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=1)
+    trainer = tk.Trainer(
+        **QUIET | {"logger": "csv"}, max_epochs=1, default_root_dir=tmp_path, log_every_n_steps=1
+    )
     module = Validates()
     trainer.fit(module, DATA, DATA)
     written = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -395,7 +417,9 @@ def test_hyperparameters_are_kept_from_loggers_on_request(tmp_path):
 
     for logged in (True, False):
         logger = tk.loggers.CSVLogger(tmp_path, name=str(logged))
-        trainer = tk.Trainer(**QUIET | {"logger": logger}, max_epochs=1, enable_autolog_hparams=logged)
+        trainer = tk.Trainer(
+            **QUIET | {"logger": logger}, max_epochs=1, enable_autolog_hparams=logged
+        )
         trainer.fit(Named(), DATA)
         text = "".join(path.read_text() for path in (tmp_path / str(logged)).rglob("hparams.json"))
         assert ("width" in text) is logged
@@ -464,14 +488,18 @@ class Reduces(TinyModule):
         strategy = self.trainer.strategy
         mean = strategy.reduce(torch.tensor(strategy.global_rank))
         total = strategy.reduce(strategy.global_rank + 1, reduce_op="sum")
-        self.register_buffer("seen", torch.stack([mean, total.float(), torch.tensor(float(strategy.world_size))]))
+        self.register_buffer(
+            "seen", torch.stack([mean, total.float(), torch.tensor(float(strategy.world_size))])
+        )
 
 
 @pytest.mark.slow
 def test_two_spawned_processes_reduce():
     module = Reduces()
     module.register_buffer("seen", torch.zeros(3))
-    trainer = tk.Trainer(barebones=True, accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1)
+    trainer = tk.Trainer(
+        barebones=True, accelerator="cpu", devices=2, strategy="ddp_spawn", max_epochs=1
+    )
     trainer.fit(module, DATA[:2])
     assert module.seen.tolist() == [0.5, 3.0, 2.0]
     assert trainer.device_ids == [0, 1]
@@ -522,11 +550,15 @@ def test_loaders_are_made_again_every_n_epochs(every, asked, read, validated):
     assert module.asked == asked
     assert module.read == read
     assert module.validated == validated
-    assert trainer.num_training_batches == read.count(read[-1]) // (2 if every == 2 else 4 if not every else 1)
+    assert trainer.num_training_batches == read.count(read[-1]) // (
+        2 if every == 2 else 4 if not every else 1
+    )
     assert trainer.global_step == len(read)
 
 
-@pytest.mark.parametrize("none", [lambda: None, list, lambda: DataLoader(torch.zeros(0, 32), batch_size=4)])
+@pytest.mark.parametrize(
+    "none", [lambda: None, list, lambda: DataLoader(torch.zeros(0, 32), batch_size=4)]
+)
 @pytest.mark.parametrize(("given", "validated"), [((0, 3), [1, 4]), ((1, 2), [2, 3])])
 def test_validation_stops_and_begins_with_its_loaders(none, given, validated, capsys):
     class Sometimes(Reloads):
@@ -539,7 +571,9 @@ def test_validation_stops_and_begins_with_its_loaders(none, given, validated, ca
     trainer.fit(module)
     assert module.validated == validated
     assert trainer.num_val_batches == ([1] if 3 in given else [])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "validation from epoch" in line]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "validation from epoch" in line
+    ]
     changes = ["no validation from epoch 1", "validation from epoch 3"]
     if given == (1, 2):
         changes = ["validation from epoch 1", "no validation from epoch 3"]
@@ -555,8 +589,14 @@ def test_intervals_without_a_validation_loader_are_not_due_when_there_is_one():
             steps.append(self.global_step)
 
     steps: list[int] = []
-    options = QUIET | {"num_sanity_val_steps": 0, "reload_dataloaders_every_n_epochs": 1, "log_every_n_steps": 1}
-    tk.Trainer(**options, max_epochs=4, val_check_interval=4, check_val_every_n_epoch=None).fit(Later())
+    options = QUIET | {
+        "num_sanity_val_steps": 0,
+        "reload_dataloaders_every_n_epochs": 1,
+        "log_every_n_steps": 1,
+    }
+    tk.Trainer(**options, max_epochs=4, val_check_interval=4, check_val_every_n_epoch=None).fit(
+        Later()
+    )
     assert steps == [8, 12]
 
 
@@ -565,12 +605,18 @@ def test_a_run_resumes_in_an_epoch_without_validation(tmp_path):
         def val_dataloader(self):
             return super().val_dataloader() if self.current_epoch in (0, 3) else None
 
-    options = QUIET | {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4, "default_root_dir": tmp_path}
+    options = QUIET | {
+        "reload_dataloaders_every_n_epochs": 1,
+        "max_epochs": 4,
+        "default_root_dir": tmp_path,
+    }
     options |= {"num_sanity_val_steps": 0}
     whole = Sometimes()
     tk.Trainer(**options).fit(whole)
     first, then = Sometimes(last=6), Sometimes()
-    keeps = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4, save_top_k=-1)  # in the middle of epoch 1
+    keeps = tk.callbacks.ModelCheckpoint(
+        tmp_path, every_n_train_steps=4, save_top_k=-1
+    )  # in the middle of epoch 1
     with pytest.raises(ArithmeticError):
         tk.Trainer(**options | {"enable_checkpointing": True}, callbacks=[keeps]).fit(first)
     tk.Trainer(**options).fit(then, ckpt_path=tmp_path / "step-00000004")
@@ -580,17 +626,27 @@ def test_a_run_resumes_in_an_epoch_without_validation(tmp_path):
 
 def test_a_fraction_of_an_epoch_follows_its_new_length():
     module = Reloads()
-    options = QUIET | {"num_sanity_val_steps": 0, "val_check_interval": 0.5, "reload_dataloaders_every_n_epochs": 2}
+    options = QUIET | {
+        "num_sanity_val_steps": 0,
+        "val_check_interval": 0.5,
+        "reload_dataloaders_every_n_epochs": 2,
+    }
     tk.Trainer(**options, max_epochs=4).fit(module)
     assert module.validated == [1, 1, 1, 1, 3, 3, 3, 3]
 
 
 @pytest.mark.parametrize("last", [5, 7])  # at the start of the third epoch, and inside it
 def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path, last):
-    options = QUIET | {"reload_dataloaders_every_n_epochs": 1, "max_epochs": 4, "default_root_dir": tmp_path}
+    options = QUIET | {
+        "reload_dataloaders_every_n_epochs": 1,
+        "max_epochs": 4,
+        "default_root_dir": tmp_path,
+    }
 
     def trained(module, **fit):
-        keeps = tk.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+        keeps = tk.callbacks.ModelCheckpoint(
+            tmp_path / "kept", every_n_train_steps=1, save_top_k=-1
+        )
         trainer = tk.Trainer(**options, callbacks=[keeps])
         trainer.fit(module, **fit)
         return module
@@ -606,7 +662,9 @@ def test_a_resumed_run_has_the_loaders_of_its_epoch(tmp_path, last):
     assert torch.equal(whole.layer.weight, resumed.layer.weight)
 
 
-@pytest.mark.parametrize("last", [2, 3, 4])  # where an epoch begins and inside it, with new loaders and without
+@pytest.mark.parametrize(
+    "last", [2, 3, 4]
+)  # where an epoch begins and inside it, with new loaders and without
 def test_a_resumed_run_makes_loaders_in_the_same_epochs(tmp_path, last):
     class Draws(Reads):
         def __init__(self, fails_after=None):
@@ -625,9 +683,13 @@ def test_a_resumed_run_makes_loaders_in_the_same_epochs(tmp_path, last):
 
     def trained(module, **fit):
         tk.seed_everything(3)
-        keeps = tk.callbacks.ModelCheckpoint(tmp_path / "kept", every_n_train_steps=1, save_top_k=-1)
+        keeps = tk.callbacks.ModelCheckpoint(
+            tmp_path / "kept", every_n_train_steps=1, save_top_k=-1
+        )
         options = QUIET | {"enable_checkpointing": True, "default_root_dir": tmp_path}
-        tk.Trainer(**options, reload_dataloaders_every_n_epochs=2, max_epochs=4, callbacks=[keeps]).fit(module, **fit)
+        tk.Trainer(
+            **options, reload_dataloaders_every_n_epochs=2, max_epochs=4, callbacks=[keeps]
+        ).fit(module, **fit)
         return module
 
     whole = trained(Draws())
@@ -675,9 +737,14 @@ def test_a_new_loader_may_be_of_another_kind():
 
 def test_a_guard_cannot_go_back_to_other_loaders():
     trainer = tk.Trainer(
-        **QUIET, reload_dataloaders_every_n_epochs=1, max_epochs=2, callbacks=[tk.callbacks.NaNGuard()]
+        **QUIET,
+        reload_dataloaders_every_n_epochs=1,
+        max_epochs=2,
+        callbacks=[tk.callbacks.NaNGuard()],
     )
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)NaNGuard cannot undo.*loaders that change"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)NaNGuard cannot undo.*loaders that change"
+    ):
         trainer.fit(Reloads())
 
 
@@ -686,7 +753,9 @@ def test_two_processes_divide_each_new_loader():
     options = {"barebones": True, "accelerator": "cpu", "devices": 2, "strategy": "ddp_spawn"}
     trainer = tk.Trainer(**options, reload_dataloaders_every_n_epochs=1, max_epochs=4)
     trainer.fit(Reloads())
-    assert trainer.global_step == 1 + 2 + 2 + 3  # 8, 12, 16 and 20 samples in batches of 4 on each rank
+    assert (
+        trainer.global_step == 1 + 2 + 2 + 3
+    )  # 8, 12, 16 and 20 samples in batches of 4 on each rank
 
 
 def test_weights_only_has_the_meaning_of_lightning(tmp_path):
@@ -696,11 +765,14 @@ def test_weights_only_has_the_meaning_of_lightning(tmp_path):
     trainer.save_checkpoint(tmp_path / "saved")
     again = tk.Trainer(**QUIET, max_epochs=1)
     with pytest.raises(
-        tk.ConfigurationError, match=r"(?s)never unpickled.*found: weights_only=True.*load_weights_only=True"
+        tk.ConfigurationError,
+        match=r"(?s)never unpickled.*found: weights_only=True.*load_weights_only=True",
     ):
         again.fit(module, DATA, ckpt_path=tmp_path / "saved", weights_only=True)
     again.fit(module, DATA, ckpt_path=tmp_path / "saved", load_weights_only=True)
     assert again.global_step == 3
     path = tmp_path / "saved"
-    assert again.validate(module, DATA, ckpt_path=path, weights_only=True) == again.validate(module, DATA, path)
+    assert again.validate(module, DATA, ckpt_path=path, weights_only=True) == again.validate(
+        module, DATA, path
+    )
     assert len(again.predict(module, DATA, ckpt_path=path, weights_only=False)) == 3

@@ -13,9 +13,15 @@ import trainer_kit as tk
 @pytest.mark.parametrize(
     ("path", "match"),
     [
-        ("curent_epoch", r"has no attribute 'curent_epoch'\n  fix:   did you mean 'current_epoch'\?"),
+        (
+            "curent_epoch",
+            r"has no attribute 'curent_epoch'\n  fix:   did you mean 'current_epoch'\?",
+        ),
         ("finetune", r"has no attribute 'finetune'\n  fix:   dir\(trainer\)"),
-        ("_accelerator_connector", r"_accelerator_connector'\n  fix:   a private attribute of Lightning's"),
+        (
+            "_accelerator_connector",
+            r"_accelerator_connector'\n  fix:   a private attribute of Lightning's",
+        ),
         ("lr_schedulers", "the Trainer has no lr_schedulers: trainer.lr_scheduler_configs"),
         ("strategy.checkpoint_io", r"'checkpoint_io'\n  fix:   checkpoints are directories"),
         ("strategy.local_rank", r"'local_rank'\n  fix:   trainer\.local_rank"),

@@ -126,7 +126,9 @@ def test_each_call_does_what_torch_does() -> None:
     assert world.broadcast(mine.clone(), src=2).item() == 2
     rows = [torch.empty(1) for _ in range(3)]
     assert torch.cat(world.all_gather(rows, mine)).tolist() == [0, 1, 2]
-    assert len(world.gather(mine, [torch.empty(1) for _ in range(3)] if rank == 0 else [])) == (3 if rank == 0 else 0)
+    assert len(world.gather(mine, [torch.empty(1) for _ in range(3)] if rank == 0 else [])) == (
+        3 if rank == 0 else 0
+    )
     parts = [torch.tensor([10.0 + i]) for i in range(3)] if rank == 0 else []
     assert world.scatter(torch.empty(1), parts).item() == 10 + rank
     if rank < 2:
@@ -134,7 +136,9 @@ def test_each_call_does_what_torch_does() -> None:
         assert rank == 0 or sent.item() == 5
     assert world.all_gather_object([None] * 3, {"rank": rank})[2] == {"rank": 2}
     assert world.broadcast_object_list([rank], src=1) == [1]
-    assert world.gather_object(rank, [None] * 3 if rank == 0 else []) == ([0, 1, 2] if rank == 0 else [])
+    assert world.gather_object(rank, [None] * 3 if rank == 0 else []) == (
+        [0, 1, 2] if rank == 0 else []
+    )
     assert world.scatter_object_list([None], ["a", "b", "c"], src=0) == ["abc"[rank]]
     two = TorchCollective().create_group(ranks=[0, 1])
     assert (two.rank, two.world_size) == ((rank, 2) if rank < 2 else (-1, -1))
@@ -150,8 +154,16 @@ def test_each_call_does_what_torch_does() -> None:
         _ = two.group
     with pytest.raises(ConfigurationError, match="did you mean 'max'"):
         world.all_reduce(mine, "maxx")
-    with pytest.raises(StrategyError, match=r"a Trainer trains on all processes\n  found: DDPStrategy\(process_group"):
-        tk.Trainer(accelerator="cpu", devices=3, strategy=DDPStrategy(process_group=world.group), barebones=True)
+    with pytest.raises(
+        StrategyError,
+        match=r"a Trainer trains on all processes\n  found: DDPStrategy\(process_group",
+    ):
+        tk.Trainer(
+            accelerator="cpu",
+            devices=3,
+            strategy=DDPStrategy(process_group=world.group),
+            barebones=True,
+        )
     assert isinstance(world, Collective)
 
 

@@ -62,7 +62,11 @@ def test_a_rank_that_is_not_a_number_is_answered_in_words() -> None:
     """The import read it first, with Python's own error."""
     code = "import trainer_kit as tk; import trainer_kit.core.hooks; tk.Trainer(accelerator='cpu', logger=False)"
     ended = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "RANK": "x"}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, "RANK": "x"},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 1
     assert "LaunchError: RANK is not a whole number\n  found: RANK=x" in ended.stderr

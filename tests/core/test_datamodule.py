@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from trainer_kit import DataModule, LightningDataModule
 
@@ -60,7 +66,9 @@ def test_several_datasets_give_several_loaders():
 
 
 def test_batch_size_and_workers_reach_the_loaders():
-    loader = DataModule.from_datasets(test_dataset=torch.arange(8), batch_size=4, num_workers=2).test_dataloader()
+    loader = DataModule.from_datasets(
+        test_dataset=torch.arange(8), batch_size=4, num_workers=2
+    ).test_dataloader()
     assert (loader.batch_size, loader.num_workers) == (4, 2)
 
 

@@ -19,7 +19,9 @@ def old_function(deprecation):
 
 
 def test_one_warning_names_the_caller_and_what_to_write():
-    deprecation = Deprecation(what="old_function", since="0.2.0", gone_in="0.4.0", fix="call new_function")
+    deprecation = Deprecation(
+        what="old_function", since="0.2.0", gone_in="0.4.0", fix="call new_function"
+    )
     with pytest.warns(FutureWarning) as caught:
         old_function(deprecation)
     old_function(deprecation)  # warnings are errors in tests
@@ -36,7 +38,12 @@ def test_python_shows_it_without_a_filter():
     """As a user's program sees it, which sets no filters, where a library of theirs calls the deprecated thing."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.resetwarnings()
-        for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        for category in (
+            DeprecationWarning,
+            PendingDeprecationWarning,
+            ImportWarning,
+            ResourceWarning,
+        ):
             warnings.simplefilter("ignore", category)  # Python's defaults
         old_function(Deprecation(what="x", since="0.2.0", gone_in="0.4.0", fix="y"))
     assert len(caught) == 1
@@ -50,7 +57,10 @@ def test_other_ranks_are_silent(monkeypatch):
 def written(text):
     """The versions of each Deprecation that a source makes."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] == "Deprecation":
+        if (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).rpartition(".")[2] == "Deprecation"
+        ):
             yield {keyword.arg: ast.literal_eval(keyword.value) for keyword in node.keywords}
 
 
@@ -59,7 +69,11 @@ def overdue(text, today):
     late = []
     for made in written(text):
         since, gone = Version(made["since"]), Version(made["gone_in"])
-        if gone <= today or (gone.major == since.major and gone.minor < since.minor + 2) or gone.major < since.major:
+        if (
+            gone <= today
+            or (gone.major == since.major and gone.minor < since.minor + 2)
+            or gone.major < since.major
+        ):
             late.append(made["what"])
     return late
 

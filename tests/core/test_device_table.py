@@ -18,7 +18,9 @@ def test_each_row_is_complete_and_plausible(word):
     assert row.group >= 8
     assert row.system
     assert row.source
-    assert device_peak(row.name, "16-true") == row.flops("16-true"), "the monitor finds the same row"
+    assert device_peak(row.name, "16-true") == row.flops("16-true"), (
+        "the monitor finds the same row"
+    )
 
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: row.name)
@@ -46,16 +48,35 @@ def test_links_are_those_of_one_direction():
 
 
 def test_words_find_their_rows():
-    named = ["h200", "h100", "a100-80", "a100-40", "b200", "l40s", "a10g", "rtx4090", "t4", "v100", "mi300x"]
+    named = [
+        "h200",
+        "h100",
+        "a100-80",
+        "a100-40",
+        "b200",
+        "l40s",
+        "a10g",
+        "rtx4090",
+        "t4",
+        "v100",
+        "mi300x",
+    ]
     assert len({find_device(word).name for word in [*named, "tpu-v5e", "tpu-v5p"]}) == 13
     assert find_device("A100") is find_device("a100_80GB")
     assert find_device("nvidia-h100").memory == 80
-    with pytest.raises(ConfigurationError, match="this device has no known data sheet\n  found: 'h210'"):
+    with pytest.raises(
+        ConfigurationError, match="this device has no known data sheet\n  found: 'h210'"
+    ):
         find_device("h210")
 
 
 def test_precisions_of_a_device():
     h200, t4 = find_device("h200"), find_device("t4")
-    assert [h200.flops(word) for word in ("bf16-mixed", "16-true", "64-true", "int8")] == [989e12, 989e12, None, None]
+    assert [h200.flops(word) for word in ("bf16-mixed", "16-true", "64-true", "int8")] == [
+        989e12,
+        989e12,
+        None,
+        None,
+    ]
     assert (h200.flops("32-true", tf32=True), h200.flops("32-true", tf32=False)) == (494e12, 67e12)
     assert (t4.flops("bf16-mixed"), t4.flops("16-mixed")) == (None, 65e12)

@@ -28,7 +28,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     # What torch.accelerator asks would initialise CUDA; `torch.cuda` asks NVML.
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: made.append("initialised"))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: made.append(("current", index)))
+    monkeypatch.setattr(
+        torch.accelerator, "set_device_index", lambda index: made.append(("current", index))
+    )
     return made
 
 
@@ -39,7 +41,9 @@ def test_looking_for_a_device_leaves_the_process_fit_to_fork(calls: list[Any]) -
     assert calls == []
 
 
-def test_a_rank_computes_on_its_own_device(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_computes_on_its_own_device(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for device in ("cpu", "meta", "cuda", "cuda:0"):
         make_current(torch.device(device))
     assert calls == []
@@ -48,7 +52,11 @@ def test_a_rank_computes_on_its_own_device(calls: list[Any], monkeypatch: pytest
 
     calls.clear()
     monkeypatch.setattr(process_group.dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(process_group.dist, "init_process_group", lambda backend, **_: calls.append(("joins", backend)))
+    monkeypatch.setattr(
+        process_group.dist,
+        "init_process_group",
+        lambda backend, **_: calls.append(("joins", backend)),
+    )
     monkeypatch.setattr(process_group, "ProcessGroup", lambda device, timeout: device)
     monkeypatch.setattr(process_group.atexit, "register", lambda _: None)
     for backend in (None, "nccl", "gloo", "cuda:nccl"):

@@ -11,26 +11,51 @@ from trainer_kit.core.errors import ConfigurationError
 @pytest.mark.parametrize(
     "key",
     [
-        *("password", "db_password", "DB_PASSWORD", "store.password", "api_key", "apikey", "openai-api-key"),
-        *("aws_secret_access_key", "token", "hf_token", "auth_token", "client_secret", "credentials"),
+        *(
+            "password",
+            "db_password",
+            "DB_PASSWORD",
+            "store.password",
+            "api_key",
+            "apikey",
+            "openai-api-key",
+        ),
+        *(
+            "aws_secret_access_key",
+            "token",
+            "hf_token",
+            "auth_token",
+            "client_secret",
+            "credentials",
+        ),
     ],
 )
 def test_masked(key):
     assert mask_secrets({key: "value"}) == {key: MASK}
 
 
-@pytest.mark.parametrize("key", ["pad_token", "eos_token", "tokenizer", "key", "monitor", "secretary", "tokens"])
+@pytest.mark.parametrize(
+    "key", ["pad_token", "eos_token", "tokenizer", "key", "monitor", "secretary", "tokens"]
+)
 def test_not_a_secret(key):
     assert mask_secrets({key: "value"}) == {key: "value"}
 
 
 def test_only_strings_are_masked_and_empty_ones_stay():
-    assert mask_secrets({"token": 3, "password": None, "secret": ""}) == {"token": 3, "password": None, "secret": ""}
+    assert mask_secrets({"token": 3, "password": None, "secret": ""}) == {
+        "token": 3,
+        "password": None,
+        "secret": "",
+    }
 
 
 def test_nested_values_and_lists():
     given = {"a": [{"password": "x"}, "http://u:p@h/"], "api_key": ("k1", "k2"), 3: {"token": "t"}}
-    masked = {"a": [{"password": MASK}, f"http://u:{MASK}@h/"], "api_key": (MASK, MASK), 3: {"token": MASK}}
+    masked = {
+        "a": [{"password": MASK}, f"http://u:{MASK}@h/"],
+        "api_key": (MASK, MASK),
+        3: {"token": MASK},
+    }
     assert mask_secrets(given) == masked
     assert given["a"][0]["password"] == "x"
 
@@ -42,8 +67,25 @@ def test_a_url_without_a_password_stays():
 @pytest.mark.parametrize(
     "key",
     [
-        *("myApiKey", "openai_key", "pwd", "db_pass", "auth", "cookie", "passphrase", "webhook", "credential"),
-        *("private_key", "model.hfToken", "API-KEY", "slackWebhookUrl", "OPENAI_API_KEY", "store.auth"),
+        *(
+            "myApiKey",
+            "openai_key",
+            "pwd",
+            "db_pass",
+            "auth",
+            "cookie",
+            "passphrase",
+            "webhook",
+            "credential",
+        ),
+        *(
+            "private_key",
+            "model.hfToken",
+            "API-KEY",
+            "slackWebhookUrl",
+            "OPENAI_API_KEY",
+            "store.auth",
+        ),
     ],
 )
 def test_names_in_any_spelling(key):
@@ -51,7 +93,9 @@ def test_names_in_any_spelling(key):
     assert holds_secret({key: ["a"]})
 
 
-@pytest.mark.parametrize("key", ["max_tokens", "sort_key", "forward_pass", "author", "token_dropout", "num_keys"])
+@pytest.mark.parametrize(
+    "key", ["max_tokens", "sort_key", "forward_pass", "author", "token_dropout", "num_keys"]
+)
 def test_vocabulary_stays(key):
     assert mask_secrets({key: "value"}) == {key: "value"}
     assert not holds_secret({key: "value"})

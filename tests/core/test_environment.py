@@ -78,7 +78,12 @@ def test_one_process_a_machine_needs_no_local_variables() -> None:
 
 def test_local_ranks_on_loopback_are_one_machine() -> None:
     here = Environment.detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"})
-    assert (here.local_world_size, here.node_rank, here.master_addr, here.master_port) == (2, 0, "127.0.0.1", 29500)
+    assert (here.local_world_size, here.node_rank, here.master_addr, here.master_port) == (
+        2,
+        0,
+        "127.0.0.1",
+        29500,
+    )
 
 
 def test_slurm() -> None:
@@ -115,7 +120,13 @@ def test_a_step_that_a_shell_starts_is_launched(change: dict[str, str]) -> None:
 
 
 def test_a_step_of_one_task_is_launched() -> None:
-    one = {**SLURM, "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    one = {
+        **SLURM,
+        "SLURM_PROCID": "0",
+        "SLURM_NTASKS": "1",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+    }
     here = Environment.detect({**one, "SLURM_TASKS_PER_NODE": "1"})
     assert (here.source, here.world_size) == ("slurm", 1)
 
@@ -124,7 +135,12 @@ def test_mpi() -> None:
     here = Environment.detect(OMPI)
     assert here == Environment(3, 4, 1, 2, 1, "head", 29500, "mpi")
     local = Environment.detect({"PMI_RANK": "1", "PMI_SIZE": "2"})
-    assert (local.rank, local.local_rank, local.local_world_size, local.master_addr) == (1, 1, 2, "127.0.0.1")
+    assert (local.rank, local.local_rank, local.local_world_size, local.master_addr) == (
+        1,
+        1,
+        2,
+        "127.0.0.1",
+    )
     assert not Environment.detect({"PMI_RANK": "0", "PMI_SIZE": "1"}).launched
 
 
@@ -133,13 +149,19 @@ def test_mpi() -> None:
     [
         ({"RANK": "0"}, "WORLD_SIZE"),
         ({"LOCAL_RANK": "1"}, "RANK"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK=2, WORLD_SIZE=2"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=2, WORLD_SIZE=2",
+        ),
         ({"RANK": "x", "WORLD_SIZE": "2"}, "RANK=x"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR"),
         ({**TORCHRUN, "LOCAL_RANK": "4"}, "LOCAL_RANK=4"),
         ({**TORCHRUN, "MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
         ({**TORCHRUN, "MASTER_PORT": "0"}, "--standalone"),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n"}, "LOCAL_WORLD_SIZE"),
+        (
+            {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "n"},
+            "LOCAL_WORLD_SIZE",
+        ),
         ({**SLURM, "SLURM_NODEID": "3"}, "SLURM_NODEID=3"),
         ({**SLURM, "SLURM_LOCALID": "2"}, "SLURM_LOCALID=2"),
         ({**SLURM, "SLURM_TASKS_PER_NODE": "two"}, "SLURM_TASKS_PER_NODE=two"),
@@ -181,8 +203,12 @@ class _Accelerators:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, kind: str | None, count: int) -> None:
         device = None if kind is None else torch.device(kind)
-        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: device)
-        monkeypatch.setattr(torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count))
+        monkeypatch.setattr(
+            torch.accelerator, "current_accelerator", lambda check_available=False: device
+        )
+        monkeypatch.setattr(
+            torch, "get_device_module", lambda _: SimpleNamespace(device_count=lambda: count)
+        )
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu"])
@@ -218,7 +244,12 @@ def test_slurm_shows_a_task_only_its_own_device(monkeypatch: pytest.MonkeyPatch)
 def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     _Accelerators(monkeypatch, None, 0)
     assert pick_device("auto") == torch.device("cpu")
-    assert (count_devices("auto"), count_devices(-1), count_devices(3), count_devices("2")) == (1, 1, 3, 2)
+    assert (count_devices("auto"), count_devices(-1), count_devices(3), count_devices("2")) == (
+        1,
+        1,
+        3,
+        2,
+    )
     with pytest.raises(StrategyError, match="no accelerator") as caught:
         pick_device("gpu")
     assert caught.value.fix == 'use accelerator="auto" or "cpu"'
@@ -227,7 +258,9 @@ def test_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     assert caught.value.fix == "use devices=2"
 
 
-@pytest.mark.parametrize("devices", [0, -2, True, "", "two", [], [0, 0], [-1], [True], None, 1.5, ","])
+@pytest.mark.parametrize(
+    "devices", [0, -2, True, "", "two", [], [0, 0], [-1], [True], None, 1.5, ","]
+)
 def test_unreadable_devices(devices: object) -> None:
     with pytest.raises(StrategyError, match="devices= is not understood"):
         count_devices(devices, "cpu")  # type: ignore[arg-type]

@@ -16,7 +16,11 @@ from trainer_kit.core.errors import (
     did_you_mean,
 )
 
-CLASSES = [cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, TrainerKitError)]
+CLASSES = [
+    cls
+    for cls in vars(errors).values()
+    if isinstance(cls, type) and issubclass(cls, TrainerKitError)
+]
 
 
 def test_all_three_parts_are_in_the_text_and_on_the_error():
@@ -50,13 +54,21 @@ def test_every_error_survives_pickling(cls):
 
 
 def test_a_checkpoint_error_names_file_key_and_reason_and_survives_pickling():
-    error = pickle.loads(pickle.dumps(CheckpointError("model.safetensors", "layer.weight", "checksum differs")))
+    error = pickle.loads(
+        pickle.dumps(CheckpointError("model.safetensors", "layer.weight", "checksum differs"))
+    )
     assert str(error) == "model.safetensors: checksum differs\n  found: key 'layer.weight'"
-    assert (error.file, error.key, error.reason) == ("model.safetensors", "layer.weight", "checksum differs")
+    assert (error.file, error.key, error.reason) == (
+        "model.safetensors",
+        "layer.weight",
+        "checksum differs",
+    )
 
 
 def test_a_missing_checkpoint_is_also_what_the_references_raise_and_survives_pickling():
-    missing = errors.MissingCheckpointError("nope", "does not exist", found="runs has step-3", fix="pass runs/step-3")
+    missing = errors.MissingCheckpointError(
+        "nope", "does not exist", found="runs has step-3", fix="pass runs/step-3"
+    )
     error = pickle.loads(pickle.dumps(missing))
     assert str(error) == "nope: does not exist\n  found: runs has step-3\n  fix:   pass runs/step-3"
     assert (error.file, error.reason, error.found) == ("nope", "does not exist", "runs has step-3")

@@ -14,7 +14,12 @@ from trainer_kit.core.hparams import HParams, HParamsMixin
 def test_keys_are_attributes():
     hparams = HParams(lr=0.1)
     hparams.width = 3
-    assert (hparams.lr, hparams["lr"], hparams["width"], dict(hparams)) == (0.1, 0.1, 3, {"lr": 0.1, "width": 3})
+    assert (hparams.lr, hparams["lr"], hparams["width"], dict(hparams)) == (
+        0.1,
+        0.1,
+        3,
+        {"lr": 0.1, "width": 3},
+    )
 
 
 def test_a_missing_one_is_an_attribute_error_that_lists_the_others():
@@ -221,7 +226,9 @@ def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called
     omegaconf = pytest.importorskip("omegaconf")
     from trainer_kit.checkpoint.encoding import decode, encode
 
-    config = omegaconf.OmegaConf.create({"lr": 0.1, "sizes": [1, 2], "twice": "${lr}", "net": {"width": "${sizes[1]}"}})
+    config = omegaconf.OmegaConf.create(
+        {"lr": 0.1, "sizes": [1, 2], "twice": "${lr}", "net": {"width": "${sizes[1]}"}}
+    )
     again = decode(encode({"cfg": config, "net": config.net, "sizes": config.sizes}, {}), {})
     assert type(again["cfg"]) is omegaconf.DictConfig
     assert again["cfg"].twice == 0.1
@@ -229,7 +236,9 @@ def test_omegaconf_comes_back_as_omegaconf_and_its_interpolations_are_not_called
     assert type(again["sizes"]) is omegaconf.ListConfig
     called = []
     omegaconf.OmegaConf.register_new_resolver("call", called.append)
-    hostile = decode({"$": "object", "v": ["omegaconf", {"a": "${call:1}", "b": [{"c": "${oc.env:HOME}"}]}]}, {})
+    hostile = decode(
+        {"$": "object", "v": ["omegaconf", {"a": "${call:1}", "b": [{"c": "${oc.env:HOME}"}]}]}, {}
+    )
     assert hostile.a == "${call:1}"
     assert hostile.b[0].c == "${oc.env:HOME}"
     assert called == []

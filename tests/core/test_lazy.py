@@ -28,7 +28,10 @@ def test_find_spec_of_a_known_path_is_its_spec() -> None:
 
 
 def test_an_import_of_an_unknown_module_suggests_a_fix() -> None:
-    for attempt in (lambda: import_module("trainer_kit.callbaks"), lambda: exec("import trainer_kit.callbaks")):
+    for attempt in (
+        lambda: import_module("trainer_kit.callbaks"),
+        lambda: exec("import trainer_kit.callbaks"),
+    ):
         with pytest.raises(ModuleNotFoundError, match=r"fix: +did you mean 'callbacks'\?"):
             attempt()
     with pytest.raises(ImportError, match=r"fix: +did you mean 'EarlyStopping'\?"):
@@ -39,7 +42,15 @@ def test_an_import_of_an_unknown_module_suggests_a_fix() -> None:
 def test_pytest_collects_the_docstrings_of_one_room() -> None:
     root = Path(trainer_kit.__file__).parents[1]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "--doctest-modules", "trainer_kit/step", "--collect-only", "-q"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--doctest-modules",
+            "trainer_kit/step",
+            "--collect-only",
+            "-q",
+        ],
         cwd=root,
         capture_output=True,
         text=True,

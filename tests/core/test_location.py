@@ -36,7 +36,9 @@ def test_urls_keep_their_text_but_for_the_last_slash(url):
     assert locate(path) is path
     assert locate(str(path)) == pickle.loads(pickle.dumps(path)) == path
     assert path / "x" / "y" == locate(
-        f"{str(path).removesuffix('/') if not url.endswith('://') else path}/x/y".replace(":///", "://")
+        f"{str(path).removesuffix('/') if not url.endswith('://') else path}/x/y".replace(
+            ":///", "://"
+        )
     )
     assert (path / "x").parent == path
     assert (path / "x").with_name("y") == path / "y"
@@ -44,7 +46,8 @@ def test_urls_keep_their_text_but_for_the_last_slash(url):
 
 def test_an_unknown_protocol_is_refused_with_the_one_that_was_meant():
     with pytest.raises(
-        ConfigurationError, match=r"memori:// is an unknown storage protocol\n.*\n.*did you mean 'memory'"
+        ConfigurationError,
+        match=r"memori:// is an unknown storage protocol\n.*\n.*did you mean 'memory'",
     ):
         locate("memori://bucket/run")
     with pytest.raises(ConfigurationError, match="s4:// is an unknown storage protocol"):
@@ -54,7 +57,10 @@ def test_an_unknown_protocol_is_refused_with_the_one_that_was_meant():
 def test_a_package_that_is_missing_is_named(monkeypatch):
     from fsspec.registry import known_implementations
 
-    entry = {"class": "nowhere_fs.core.NowhereFileSystem", "err": "Install nowhere_fs to access Nowhere"}
+    entry = {
+        "class": "nowhere_fs.core.NowhereFileSystem",
+        "err": "Install nowhere_fs to access Nowhere",
+    }
     monkeypatch.setitem(known_implementations, "nowhere", entry)
     with pytest.raises(ConfigurationError) as caught:
         locate("nowhere://bucket/run")

@@ -119,11 +119,18 @@ def test_toggling_lets_only_one_optimizer_s_parameters_learn():
             self.seen.append([p.requires_grad for p in self.parameters()])
 
         def configure_optimizers(self):
-            return [torch.optim.SGD(self.layer.parameters(), 0.1), torch.optim.SGD(self.other.parameters(), 0.1)]
+            return [
+                torch.optim.SGD(self.layer.parameters(), 0.1),
+                torch.optim.SGD(self.other.parameters(), 0.1),
+            ]
 
     net = Two()
     Trainer(**QUIET, max_steps=1).fit(net, [torch.randn(2, 2)])
-    assert net.seen == [[True, True, False, False], [False, False, True, False], [True, True, True, False]]
+    assert net.seen == [
+        [True, True, False, False],
+        [False, False, True, False],
+        [True, True, True, False],
+    ]
 
 
 @pytest.mark.slow
@@ -150,7 +157,11 @@ class Net(TrainModule):
 print(Net.load_from_checkpoint(sys.argv[1]).hparams)
 """
     ran = subprocess.run(
-        [sys.executable, "-c", fresh, str(tmp_path / "c")], capture_output=True, text=True, timeout=110, check=False
+        [sys.executable, "-c", fresh, str(tmp_path / "c")],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ran.stdout.strip() == "{'width': 3, 'lr': 0.5}", ran.stderr
 
@@ -167,7 +178,9 @@ def test_weights_that_do_not_fit_are_refused_unless_asked_for(tmp_path):
     trainer.save_checkpoint(tmp_path / "c")
     with pytest.raises(RuntimeError, match=r"extra\.weight"):
         More.load_from_checkpoint(tmp_path / "c")
-    with pytest.warns(UserWarning, match=r"strict=False; not in the checkpoint.*extra\.bias, extra\.weight"):
+    with pytest.warns(
+        UserWarning, match=r"strict=False; not in the checkpoint.*extra\.bias, extra\.weight"
+    ):
         loaded = More.load_from_checkpoint(tmp_path / "c", strict=False)
     assert torch.equal(loaded.layer.weight, net.layer.weight)
 
@@ -203,7 +216,11 @@ def test_an_export_needs_an_input():
 
 def test_an_export_runs_in_evaluation_mode_and_leaves_the_modes(monkeypatch):
     seen = []
-    monkeypatch.setattr(torch.onnx, "export", lambda module, args, path, **kw: seen.append((module.training, args, kw)))
+    monkeypatch.setattr(
+        torch.onnx,
+        "export",
+        lambda module, args, path, **kw: seen.append((module.training, args, kw)),
+    )
     net = Net()
     net.dropout.eval()
     net.example_input_array = torch.zeros(1, 2)
@@ -231,7 +248,9 @@ def test_extra_state_comes_with_the_weights(tmp_path):
     trainer.save_checkpoint(tmp_path / "c")
     assert Counts.load_from_checkpoint(tmp_path / "c").count == 7
     other = Counts()
-    Trainer(**QUIET, max_steps=1).fit(other, [torch.randn(2, 2)], ckpt_path=tmp_path / "c", load_weights_only=True)
+    Trainer(**QUIET, max_steps=1).fit(
+        other, [torch.randn(2, 2)], ckpt_path=tmp_path / "c", load_weights_only=True
+    )
     assert other.count == 7
 
 
@@ -245,18 +264,27 @@ def test_a_group_of_ones_own_is_not_gathered_from():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["TrainModule", "DataModule", "Callback", "Trainer", "Accelerator"])
+@pytest.mark.parametrize(
+    "name", ["TrainModule", "DataModule", "Callback", "Trainer", "Accelerator"]
+)
 def test_functions_under_rank_zero_only_run_before_a_trainer_exists(name):
     code = (
         "from lightning_utilities.core.rank_zero import rank_zero_only\n"
         f"from trainer_kit import {name}\n"
         "print(rank_zero_only.rank)"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": "3"})
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "RANK": "3"},
+    )
     assert (ran.stdout.strip(), ran.stderr) == ("3", "")
 
 
 def test_on_gpu_says_where_the_module_is():
     module = TrainModule()
     assert module.on_gpu is False
-    assert type(module).on_gpu.fget(type("There", (), {"device": torch.device("cuda", 0)})()) is True
+    assert (
+        type(module).on_gpu.fget(type("There", (), {"device": torch.device("cuda", 0)})()) is True
+    )

@@ -38,7 +38,9 @@ def test_text_is_read(text, value, unit):
     assert type(duration.value) is type(value)
 
 
-@pytest.mark.parametrize("text", ["", "ep", "3", "3 epochs", "-3ep", "three ep", "3ep4", "1e400tok", "nan s", "inf h"])
+@pytest.mark.parametrize(
+    "text", ["", "ep", "3", "3 epochs", "-3ep", "three ep", "3ep4", "1e400tok", "nan s", "inf h"]
+)
 def test_text_that_is_not_a_duration_is_refused(text):
     with pytest.raises(DurationError):
         Duration.parse(text)
@@ -170,7 +172,13 @@ def test_a_misspelt_count_is_an_error():
 
 @pytest.mark.parametrize(
     ("text", "written"),
-    [("3 epochs", "3ep"), ("1e6 samples", "1e6sp"), ("5000 batches", "5000ba"), ("20steps", "20st"), ("2 hours", "2h")],
+    [
+        ("3 epochs", "3ep"),
+        ("1e6 samples", "1e6sp"),
+        ("5000 batches", "5000ba"),
+        ("20steps", "20st"),
+        ("2 hours", "2h"),
+    ],
 )
 def test_a_unit_in_full_is_answered_with_its_abbreviation(text, written):
     with pytest.raises(DurationError, match="abbreviated") as caught:

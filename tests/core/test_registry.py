@@ -16,13 +16,17 @@ from trainer_kit.core.errors import RegistryError
 from trainer_kit.core.registry import LOGGERS, PRECISIONS, STRATEGIES, Registry
 
 
-def install(root: Path, package: str, entries: str, source: str = "", group: str = "trainer_kit.engines") -> None:
+def install(
+    root: Path, package: str, entries: str, source: str = "", group: str = "trainer_kit.engines"
+) -> None:
     """Lay down a module and the metadata that an installer would write for it."""
     module = package.replace("-", "_")
     (root / f"{module}.py").write_text(source, encoding="utf-8")
     info = root / f"{module}-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n", encoding="utf-8"
+    )
     (info / "entry_points.txt").write_text(f"[{group}]\n{entries}\n", encoding="utf-8")
 
 
@@ -55,7 +59,9 @@ def test_the_decorator_returns_its_argument():
 
 
 def test_a_string_is_imported_when_asked_for_and_once(site):
-    (site / "plug_lazy.py").write_text("class Outer:\n    class Inner:\n        pass\n", encoding="utf-8")
+    (site / "plug_lazy.py").write_text(
+        "class Outer:\n    class Inner:\n        pass\n", encoding="utf-8"
+    )
     registry = Registry("engine")
     registry.register("lazy", "plug_lazy:Outer.Inner")
     assert "plug_lazy" not in sys.modules
@@ -127,7 +133,9 @@ def test_entry_points_are_found_by_name_and_loaded_only_then(site):
 
 
 def test_a_registered_name_comes_before_an_entry_point(site):
-    install(site, "plug-shadow", "near = plug_shadow:Other", "raise ImportError('never imported')\n")
+    install(
+        site, "plug-shadow", "near = plug_shadow:Other", "raise ImportError('never imported')\n"
+    )
     registry = Registry("engine")
     registry.register("near", dict)
     assert registry.get("near") is dict
@@ -135,12 +143,19 @@ def test_a_registered_name_comes_before_an_entry_point(site):
 
 
 def test_a_broken_entry_point_is_named_only_when_asked_for(site):
-    install(site, "plug-broken", "bad = plug_broken:Bad", "raise ImportError('libengine.so is missing')\n")
+    install(
+        site,
+        "plug-broken",
+        "bad = plug_broken:Bad",
+        "raise ImportError('libengine.so is missing')\n",
+    )
     install(site, "plug-good", "good = plug_good:Good", "class Good:\n    pass\n")
     registry = Registry("engine")
     assert registry.get("good").__name__ == "Good"
     assert registry.names() == ["bad", "good"]
-    with pytest.raises(RegistryError, match="could not be loaded from the package plug-broken") as caught:
+    with pytest.raises(
+        RegistryError, match="could not be loaded from the package plug-broken"
+    ) as caught:
         registry.get("bad")
     assert "libengine.so is missing" in caught.value.found
     with pytest.raises(RegistryError, match="'god'") as caught:
@@ -192,7 +207,12 @@ def test_a_registry_is_filled_whichever_module_is_imported_first(first, registry
     code = f"import {first}\nfrom trainer_kit.core.registry import {registry}\nprint({registry}.get({name!r}).__name__)"
     root = str(Path(__file__).resolve().parents[2])
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False, timeout=100
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
     )
     assert done.stdout.strip(), done.stderr
 
@@ -207,6 +227,8 @@ def test_importing_a_module_fills_its_registries():
         for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
         for call in ast.walk(function)
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "supply"
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr == "supply"
     ]
     assert hidden == []

@@ -22,7 +22,13 @@ def _as_before(monkeypatch):
 
 
 def draw():
-    return random.random(), float(np.random.rand()), float(torch.rand(())), random.gauss(0, 1), np.random.randn()
+    return (
+        random.random(),
+        float(np.random.rand()),
+        float(torch.rand(())),
+        random.gauss(0, 1),
+        np.random.randn(),
+    )
 
 
 def test_the_same_seed_gives_the_same_numbers_everywhere():

@@ -12,7 +12,9 @@ from trainer_kit.testing import TinyModule
 
 
 def test_an_unknown_hook_of_a_callback_is_refused_with_the_nearest():
-    with pytest.raises(HookError, match=r"(?s)Misspelt.on_train_epoch_ends is not a hook.*'on_train_epoch_end'"):
+    with pytest.raises(
+        HookError, match=r"(?s)Misspelt.on_train_epoch_ends is not a hook.*'on_train_epoch_end'"
+    ):
 
         class Misspelt(Callback):
             def on_train_epoch_ends(self, trainer, module): ...
@@ -27,7 +29,9 @@ def test_an_unknown_hook_of_a_module_is_refused():
 
 @pytest.mark.parametrize("name", ["traning_step", "validaton_step"])
 def test_misspelt_steps_are_refused(name):
-    with pytest.raises(HookError, match=rf"(?s)Old.{name} is not a hook.*did you mean '(training|validation)_step'"):
+    with pytest.raises(
+        HookError, match=rf"(?s)Old.{name} is not a hook.*did you mean '(training|validation)_step'"
+    ):
         type("Old", (TrainModule,), {name: lambda self, *arguments: None})
 
 
@@ -57,7 +61,9 @@ def use(cls):
     ],
 )
 def test_unknown_hooks_of_other_owners_are_refused(base, name, fix):
-    old = type("Old", (base,), {name: lambda self, *arguments: None})  # a package may define it and not use it
+    old = type(
+        "Old", (base,), {name: lambda self, *arguments: None}
+    )  # a package may define it and not use it
     with pytest.raises(HookError, match=rf"(?s)Old.{name} is not a hook.*fix:   {fix}"):
         use(type("Derived", (old,), {}))
 
@@ -72,7 +78,9 @@ def test_a_subclass_puts_a_hook_right():
     use(New)
 
 
-@pytest.mark.parametrize("name", ["train_step", "pretraining_step", "retraining_step", "training_step_2", "best_step"])
+@pytest.mark.parametrize(
+    "name", ["train_step", "pretraining_step", "retraining_step", "training_step_2", "best_step"]
+)
 def test_methods_of_one_s_own_are_left_alone(name):
     type("Mine", (TrainModule,), {name: lambda self, *arguments: None})
 
@@ -89,7 +97,8 @@ def test_too_few_parameters_are_refused_with_the_right_ones():
         def on_train_start(self): ...
 
     with pytest.raises(
-        HookError, match=r"(?s)found: def on_train_start\(self\).*on_train_start\(self, trainer, pl_module\)"
+        HookError,
+        match=r"(?s)found: def on_train_start\(self\).*on_train_start\(self, trainer, pl_module\)",
     ):
         use(Short)
 
@@ -171,17 +180,30 @@ def test_takes_counts_positional_arguments():
 def test_modules_and_callbacks_know_the_same_moments():
     """But for modes and gradients around an evaluation, which only a module has, and the sanity check."""
     of_callbacks = {name for name in vars(Callback) if name.startswith("on_")}
-    of_modules = {name for name in {**vars(ModuleHooks), **vars(DataHooks)} if name.startswith("on_")}
-    modes = {f"on_{kind}_model_{to}" for kind in ("validation", "test", "predict") for to in ("eval", "train")}
+    of_modules = {
+        name for name in {**vars(ModuleHooks), **vars(DataHooks)} if name.startswith("on_")
+    }
+    modes = {
+        f"on_{kind}_model_{to}"
+        for kind in ("validation", "test", "predict")
+        for to in ("eval", "train")
+    }
     modes |= {"on_validation_model_zero_grad"}
-    assert of_modules - of_callbacks == modes | {"on_before_batch_transfer", "on_after_batch_transfer"}
+    assert of_modules - of_callbacks == modes | {
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+    }
     assert of_callbacks - of_modules == {"on_sanity_check_start", "on_sanity_check_end"}
 
 
 @pytest.mark.parametrize("cls", [Callback, ModuleHooks, DataHooks])
 def test_every_hook_documents_when_it_is_called(cls):
-    hooks = [value for name, value in vars(cls).items() if callable(value) and not name.startswith("_")]
-    assert [hook.__name__ for hook in hooks if not hook.__doc__ and hook.__name__ not in ("state_dict",)] == []
+    hooks = [
+        value for name, value in vars(cls).items() if callable(value) and not name.startswith("_")
+    ]
+    assert [
+        hook.__name__ for hook in hooks if not hook.__doc__ and hook.__name__ not in ("state_dict",)
+    ] == []
 
 
 def test_a_name_of_an_earlier_hook_is_free_for_a_method_that_the_class_calls():

@@ -97,7 +97,9 @@ def containers() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", containers())
 def test_containers_keep_their_class_and_are_not_changed(kind: str) -> None:
     batch = containers()[kind]
-    halved = map_tensors(batch, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor)
+    halved = map_tensors(
+        batch, lambda tensor: tensor.half() if tensor.is_floating_point() else tensor
+    )
     assert type(halved) is type(batch)
     assert halved is not batch
     floats = [tensor for tensor in tensors_of(halved) if tensor.is_floating_point()]
@@ -130,11 +132,17 @@ def test_what_classes_know_beside_their_items_stays() -> None:
 
 def test_nothing_else_in_the_package_walks_batches() -> None:
     package = Path(trainer_kit.__file__).parent
-    other = {file.parent.name for file in package.rglob("*.py") if "apply_to_collection(" in file.read_text()}
+    other = {
+        file.parent.name
+        for file in package.rglob("*.py")
+        if "apply_to_collection(" in file.read_text()
+    }
     assert other <= {"compat"}  # a name that programs for Lightning import
 
 
 def test_other_leaves_are_passed_to_a_function_of_their_own() -> None:
     names: list[Any] = []
-    map_leaves({"x": torch.ones(1), "pair": ("a", None)}, lambda tensor: tensor, torch.Tensor, names.append)
+    map_leaves(
+        {"x": torch.ones(1), "pair": ("a", None)}, lambda tensor: tensor, torch.Tensor, names.append
+    )
     assert names == ["a", None]

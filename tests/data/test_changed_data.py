@@ -62,7 +62,9 @@ def resumed(first: Any, second: Any, path: Path, **options: Any) -> list[tuple[i
 
 
 @pytest.mark.parametrize("name", ["fewer", "as many as were read", "a limit", "a list"])
-def test_an_epoch_that_is_over_now_counts_as_complete(name: str, tmp_path: Path, capsys: Any) -> None:
+def test_an_epoch_that_is_over_now_counts_as_complete(
+    name: str, tmp_path: Path, capsys: Any
+) -> None:
     first: Any = data(8)
     second: Any = data(8)
     options: dict[str, Any] = {}
@@ -82,7 +84,9 @@ def test_an_epoch_that_is_over_now_counts_as_complete(name: str, tmp_path: Path,
 
 @pytest.mark.filterwarnings("ignore:.*cannot skip by index")
 def test_a_stream_that_is_over_now(tmp_path: Path) -> None:
-    seen = resumed(DataLoader(Stream(8), batch_size=2), DataLoader(Stream(2), batch_size=2), tmp_path / "state")
+    seen = resumed(
+        DataLoader(Stream(8), batch_size=2), DataLoader(Stream(2), batch_size=2), tmp_path / "state"
+    )
     assert seen == [(1, [0.0, 1.0])]
 
 
@@ -91,7 +95,11 @@ def test_a_stream_that_is_over_now(tmp_path: Path) -> None:
     ("first", "second", "line"),
     [
         (data(8), data(12), "the training data have 12 samples, and had 8"),
-        (data(8), data(8, shuffle=True), "in the order of RandomSampler, and were in that of SequentialSampler"),
+        (
+            data(8),
+            data(8, shuffle=True),
+            "in the order of RandomSampler, and were in that of SequentialSampler",
+        ),
         (
             DataLoader(Stream(8), batch_size=2),
             DataLoader(Stream(12), batch_size=2),
@@ -99,7 +107,9 @@ def test_a_stream_that_is_over_now(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_change_inside_an_epoch_gets_a_line(first: Any, second: Any, line: str, tmp_path: Path, capsys: Any) -> None:
+def test_a_change_inside_an_epoch_gets_a_line(
+    first: Any, second: Any, line: str, tmp_path: Path, capsys: Any
+) -> None:
     seen = resumed(first, second, tmp_path / "state")
     assert seen[0][0] == 0
     output = capsys.readouterr().out
@@ -115,7 +125,9 @@ def test_the_same_data_get_no_line(tmp_path: Path, capsys: Any) -> None:
     assert "continues with epoch" not in output
 
 
-def test_a_checkpoint_without_these_facts_is_read(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_checkpoint_without_these_facts_is_read(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     from trainer_kit.data import Feed
 
     monkeypatch.setattr(Feed, "facts", None)

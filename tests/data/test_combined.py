@@ -40,11 +40,21 @@ REFERENCE: dict[Mode, tuple[int, list[Any]]] = {
     "min_size": (2, [{"a": [0, 0], "b": [0]}, {"a": [1, 1], "b": [1]}]),
     "max_size_cycle": (
         4,
-        [{"a": [0, 0], "b": [0]}, {"a": [1, 1], "b": [1]}, {"a": [0, 2], "b": [2]}, {"a": [1, 0], "b": [3]}],
+        [
+            {"a": [0, 0], "b": [0]},
+            {"a": [1, 1], "b": [1]},
+            {"a": [0, 2], "b": [2]},
+            {"a": [1, 0], "b": [3]},
+        ],
     ),
     "max_size": (
         4,
-        [{"a": [0, 0], "b": [0]}, {"a": [1, 1], "b": [1]}, {"a": [None, 2], "b": [2]}, {"a": [None, None], "b": [3]}],
+        [
+            {"a": [0, 0], "b": [0]},
+            {"a": [1, 1], "b": [1]},
+            {"a": [None, 2], "b": [2]},
+            {"a": [None, None], "b": [3]},
+        ],
     ),
     "sequential": (9, [0, 1, 0, 1, 2, 0, 1, 2, 3]),
 }
@@ -62,7 +72,9 @@ def test_modes_are_lightnings(mode: Mode) -> None:
 
 def test_unknown_lengths() -> None:
     assert len(CombinedLoader([Unsized(9), range(4)], "min_size")) == 4
-    assert [plain(batch) for batch in CombinedLoader([Unsized(3), range(4)], "max_size_cycle")][-1] == [0, 3]
+    assert [plain(batch) for batch in CombinedLoader([Unsized(3), range(4)], "max_size_cycle")][
+        -1
+    ] == [0, 3]
     for mode in ("max_size_cycle", "max_size", "sequential"):
         with pytest.raises(TypeError, match="length of a CombinedLoader"):
             len(CombinedLoader([Unsized(3), range(4)], mode))  # type: ignore[arg-type]
@@ -101,7 +113,10 @@ def test_sequential_opens_a_loader_at_its_turn() -> None:
 
 
 def test_lists_of_batches_are_loaders() -> None:
-    assert list(CombinedLoader({"a": [1, 2], "b": [(3, 4), (5, 6)]})) == [{"a": 1, "b": (3, 4)}, {"a": 2, "b": (5, 6)}]
+    assert list(CombinedLoader({"a": [1, 2], "b": [(3, 4), (5, 6)]})) == [
+        {"a": 1, "b": (3, 4)},
+        {"a": 2, "b": (5, 6)},
+    ]
     assert list(CombinedLoader(DataLoader([1, 2], batch_size=None))) == [1, 2]  # type: ignore[arg-type]
 
 
@@ -117,12 +132,19 @@ def loader(count: int, batch_size: int, **options: Any) -> DataLoader[int]:
 
 def test_a_feed_takes_a_pytree_and_divides_each_leaf() -> None:
     tree = {"a": loader(12, 2), "b": [loader(8, 1)]}
-    ranks = [[plain(batch) for batch in Feed(tree, rank=rank, size=2).epoch(0)] for rank in range(2)]
+    ranks = [
+        [plain(batch) for batch in Feed(tree, rank=rank, size=2).epoch(0)] for rank in range(2)
+    ]
     assert ranks[0][0] == {"a": [0, 1], "b": [[0]]}
     assert ranks[1][2] == {"a": [10, 11], "b": [[5]]}
     feed = Feed(tree, rank=1, size=2)
     assert ranks[1][3] == {"a": [2, 3], "b": [[7]]}  # "a" again, from its start
-    assert (feed.length, feed.even, feed.per_rank_batch_size, feed.samples(0)) == (4, True, None, None)
+    assert (feed.length, feed.even, feed.per_rank_batch_size, feed.samples(0)) == (
+        4,
+        True,
+        None,
+        None,
+    )
     assert feed.describe().startswith(
         "max_size_cycle (an epoch ends with the longest, the others start again) of: Data"
     )
@@ -133,13 +155,19 @@ def test_a_feed_takes_a_pytree_and_divides_each_leaf() -> None:
 def test_a_list_of_batches_is_not_a_pytree() -> None:
     assert list(Feed([[1, 2], [3, 4]]).epoch(0)) == [[1, 2], [3, 4]]
     assert list(Feed([{"x": 1}]).epoch(0)) == [{"x": 1}]
-    assert [plain(batch) for batch in Feed([loader(2, 1), loader(2, 1)]).epoch(0)] == [[[0], [0]], [[1], [1]]]
+    assert [plain(batch) for batch in Feed([loader(2, 1), loader(2, 1)]).epoch(0)] == [
+        [[0], [0]],
+        [[1], [1]],
+    ]
 
 
 def test_leaves_over_one_dataset_come_in_different_orders_that_are_reproducible() -> None:
     def read() -> list[Any]:
         torch.manual_seed(random.randrange(1000))
-        return [plain(batch) for batch in Feed({k: loader(30, 30, shuffle=True) for k in "ab"}, seed=1).epoch(2)]
+        return [
+            plain(batch)
+            for batch in Feed({k: loader(30, 30, shuffle=True) for k in "ab"}, seed=1).epoch(2)
+        ]
 
     (batch,) = read()
     assert batch["a"] != batch["b"]
@@ -184,7 +212,9 @@ def test_a_rank_without_a_share_of_one_leaf() -> None:
     # Rank 1 has no share of the last batch of "short": samples 0, 1 | 2, 3 | 4.
     def last(mode: Mode) -> list[Any]:
         leaves = {"short": loader(5, 1), "long": loader(10, 1)}
-        return [plain(batch) for batch in Feed(CombinedLoader(leaves, mode), rank=1, size=2).epoch(0)]
+        return [
+            plain(batch) for batch in Feed(CombinedLoader(leaves, mode), rank=1, size=2).epoch(0)
+        ]
 
     assert last("min_size")[2:] == [EMPTY]
     assert last("max_size")[2:] == [{"short": None, "long": [value]} for value in (5, 7, 9)]

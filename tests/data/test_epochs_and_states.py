@@ -109,7 +109,9 @@ def test_persistent_workers_of_a_map_style_data_set(name: str) -> None:
 
 @pytest.mark.slow
 def test_persistent_workers_with_the_accelerator() -> None:
-    loader = tk.Accelerator(cpu=True).prepare(DataLoader(Shuffled(), num_workers=1, persistent_workers=True))
+    loader = tk.Accelerator(cpu=True).prepare(
+        DataLoader(Shuffled(), num_workers=1, persistent_workers=True)
+    )
     first, second = ([float(batch) for batch in loader] for _ in range(2))
     assert first != second
     assert sorted(first) == sorted(second)
@@ -120,7 +122,10 @@ def test_other_persistent_workers_stay() -> None:
 
     plain: Any = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
     moves: Any = DataLoader(Shuffled(), num_workers=1, persistent_workers=True)
-    assert (copied(plain)[0].persistent_workers, copied(moves)[0].persistent_workers) == (True, False)
+    assert (copied(plain)[0].persistent_workers, copied(moves)[0].persistent_workers) == (
+        True,
+        False,
+    )
     assert moves.persistent_workers  # the user's loader does not change
 
 
@@ -154,7 +159,9 @@ def test_a_state_is_not_asked_for_before_it_is_restored(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "state")
     options = {**OPTIONS, "enable_checkpointing": True}  # the state is tried before the first step
     module = Sees()
-    tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(module, Begins(), ckpt_path=tmp_path / "state")
+    tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(
+        module, Begins(), ckpt_path=tmp_path / "state"
+    )
     assert module.seen == seen[2:]
 
 
@@ -162,7 +169,9 @@ def test_torchdata_nodes_resume(tmp_path: Path) -> None:
     nodes = pytest.importorskip("torchdata.nodes")
 
     def loader() -> Any:
-        order = torch.utils.data.RandomSampler(range(12), generator=torch.Generator().manual_seed(3))
+        order = torch.utils.data.RandomSampler(
+            range(12), generator=torch.Generator().manual_seed(3)
+        )
         batch = nodes.Batcher(nodes.SamplerWrapper(order), 2)
         return nodes.Loader(nodes.Mapper(batch, lambda ids: torch.tensor(ids).float().unsqueeze(1)))
 
@@ -171,7 +180,9 @@ def test_torchdata_nodes_resume(tmp_path: Path) -> None:
     trainer.save_checkpoint(tmp_path / "state")
     options = {**OPTIONS, "enable_checkpointing": True}
     module = Sees()
-    tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(module, loader(), ckpt_path=tmp_path / "state")
+    tk.Trainer(**options, max_epochs=2, default_root_dir=tmp_path).fit(
+        module, loader(), ckpt_path=tmp_path / "state"
+    )
     assert module.seen == seen[4:]
     assert sorted(seen[12:]) == sorted(seen[:12])
 
@@ -217,6 +228,8 @@ def test_a_resume_with_a_shuffle_buffer_says_that_it_is_not_exact(tmp_path: Path
     assert [shuffle_buffer(DataLoader(Buffered(size))) for size in (16, 1)] == [16, 0]
     trainer, _ = fitted(DataLoader(Buffered(16)), max_steps=2)
     trainer.save_checkpoint(tmp_path / "state")
-    with pytest.warns(UserWarning, match="not exact: the data set shuffles in a buffer of 16") as lines:
+    with pytest.warns(
+        UserWarning, match="not exact: the data set shuffles in a buffer of 16"
+    ) as lines:
         fitted(DataLoader(Buffered(16)), tmp_path / "state", max_epochs=2)
     assert len([line for line in lines if "not exact" in str(line.message)]) == 1

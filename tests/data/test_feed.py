@@ -54,7 +54,9 @@ class Careless(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         for _ in range(self.count):
-            yield (random.randrange(100) + int(np.random.randint(100)) + int(torch.randint(100, ()))) % self.count
+            yield (
+                random.randrange(100) + int(np.random.randint(100)) + int(torch.randint(100, ()))
+            ) % self.count
 
 
 class Unsized(Sampler[int]):
@@ -66,14 +68,22 @@ def plain(batches: Any) -> list[Any]:
     return [batch if batch is EMPTY else batch.tolist() for batch in batches]
 
 
-def on_ranks(loader: Any, size: int, epoch: int = 0, start: int = 0, **options: Any) -> list[list[Any]]:
-    return [plain(Feed(loader, rank=rank, size=size, **options).epoch(epoch, start)) for rank in range(size)]
+def on_ranks(
+    loader: Any, size: int, epoch: int = 0, start: int = 0, **options: Any
+) -> list[list[Any]]:
+    return [
+        plain(Feed(loader, rank=rank, size=size, **options).epoch(epoch, start))
+        for rank in range(size)
+    ]
 
 
 def together(ranks: list[list[Any]]) -> list[list[Any]]:
     """The global micro-batches; also checks that every rank has the same number of batches."""
     assert len({len(batches) for batches in ranks}) == 1
-    return [[sample for part in parts if part is not EMPTY for sample in part] for parts in zip(*ranks, strict=True)]
+    return [
+        [sample for part in parts if part is not EMPTY for sample in part]
+        for parts in zip(*ranks, strict=True)
+    ]
 
 
 def flat(batches: list[list[Any]]) -> list[Any]:
@@ -101,7 +111,9 @@ def test_ranks_together_read_the_samples_of_one_process(name: str, drop_last: bo
     data = range(11)
     for size in (1, 2, 3, 4):
         loader = DataLoader(data, batch_size=2, sampler=SAMPLERS[name](data), drop_last=drop_last)
-        whole = DataLoader(data, batch_size=2 * size, sampler=SAMPLERS[name](data), drop_last=drop_last)
+        whole = DataLoader(
+            data, batch_size=2 * size, sampler=SAMPLERS[name](data), drop_last=drop_last
+        )
         for epoch in (0, 1):
             expected = plain(Feed(whole, seed=5).epoch(epoch))
             assert together(on_ranks(loader, size, epoch, seed=5)) == expected
@@ -110,7 +122,10 @@ def test_ranks_together_read_the_samples_of_one_process(name: str, drop_last: bo
             assert feed.even == (size == 1 or name != "unsized")
             assert feed.per_rank_batch_size == 2
             list(feed.epoch(epoch))
-            assert [feed.samples(i) for i in range(len(expected) + 1)] == [*map(len, expected), None]
+            assert [feed.samples(i) for i in range(len(expected) + 1)] == [
+                *map(len, expected),
+                None,
+            ]
 
 
 def test_a_short_last_batch_is_divided_evenly_in_contiguous_blocks() -> None:
@@ -131,7 +146,9 @@ def test_lengths_and_sample_counts_are_known_before_reading() -> None:
 def test_epochs_differ_and_are_reproducible() -> None:
     def order(seed: int, epoch: int) -> list[Any]:
         torch.manual_seed(random.randrange(1000))  # whatever the global state
-        return plain(Feed(DataLoader(range(50), batch_size=5, shuffle=True), seed=seed).epoch(epoch))
+        return plain(
+            Feed(DataLoader(range(50), batch_size=5, shuffle=True), seed=seed).epoch(epoch)
+        )
 
     assert order(0, 0) == order(0, 0)
     assert order(0, 1) == order(0, 1)
@@ -159,7 +176,9 @@ def test_global_generators_are_untouched(name: str) -> None:
 
 def test_a_sampler_with_its_own_generator_is_obeyed() -> None:
     def raw(seed: int) -> DataLoader[int]:
-        return DataLoader(range(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return DataLoader(
+            range(12), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(seed)
+        )  # type: ignore[arg-type]
 
     loader, feed = raw(3), Feed(raw(3), seed=99)
     for epoch in range(3):  # the same order as a hand-written loop, epoch after epoch
@@ -174,10 +193,15 @@ def test_endless_samplers_are_drawn_in_chunks() -> None:
                 yield random.randrange(100)
 
     def parts(size: int) -> list[list[Any]]:
-        feeds = [Feed(DataLoader(range(100), 4096 // size, sampler=Endless()), rank=r, size=size) for r in range(size)]
+        feeds = [
+            Feed(DataLoader(range(100), 4096 // size, sampler=Endless()), rank=r, size=size)
+            for r in range(size)
+        ]
         assert feeds[0].length is None
         streams = [feed.epoch(0) for feed in feeds]
-        return [[next(stream).tolist() for stream in streams] for _ in range(20)]  # more than one chunk
+        return [
+            [next(stream).tolist() for stream in streams] for _ in range(20)
+        ]  # more than one chunk
 
     before = globals_state()
     one, two = parts(1), parts(2)
@@ -196,14 +220,18 @@ def test_a_batch_sampler_deals_whole_batches() -> None:
     assert on_ranks(loader, 2, start=1) == [[[4, 5], [7, 8]], [[6], EMPTY]]
 
     shuffled = DataLoader(range(9), batch_sampler=BatchSampler(RandomSampler(range(9)), 2, False))
-    assert together(on_ranks(shuffled, 3)) == together([plain(Feed(DataLoader(range(9), 6, shuffle=True)).epoch(0))])
+    assert together(on_ranks(shuffled, 3)) == together(
+        [plain(Feed(DataLoader(range(9), 6, shuffle=True)).epoch(0))]
+    )
 
 
 def test_a_distributed_sampler_is_obeyed_and_gets_the_epoch() -> None:
     data = range(10)
     for epoch in (0, 1):
         for rank in range(3):
-            sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=3, rank=rank, seed=4)  # type: ignore[arg-type]
+            sampler: DistributedSampler[int] = DistributedSampler(
+                data, num_replicas=3, rank=rank, seed=4
+            )  # type: ignore[arg-type]
             feed = Feed(DataLoader(data, batch_size=2, sampler=sampler), rank=rank, size=3)
             got = plain(feed.epoch(epoch))
             sampler.set_epoch(epoch)
@@ -222,9 +250,15 @@ def test_evaluation_undoes_the_padding_of_a_distributed_sampler() -> None:
     data = range(10)
     ranks = []
     for rank in range(4):
-        sampler: DistributedSampler[int] = DistributedSampler(data, num_replicas=4, rank=rank, shuffle=False)  # type: ignore[arg-type]
+        sampler: DistributedSampler[int] = DistributedSampler(
+            data, num_replicas=4, rank=rank, shuffle=False
+        )  # type: ignore[arg-type]
         ranks.append(
-            plain(Feed(DataLoader(data, batch_size=2, sampler=sampler), rank=rank, size=4, ordered=True).epoch(0))
+            plain(
+                Feed(
+                    DataLoader(data, batch_size=2, sampler=sampler), rank=rank, size=4, ordered=True
+                ).epoch(0)
+            )
         )
         assert sampler.num_replicas == 4
     assert together(ranks) == [[0, 1, 2, 3, 4, 5, 6, 7], [8, 9]]
@@ -254,7 +288,8 @@ def test_without_sharding_every_rank_reads_everything() -> None:
             return iter(range(4))
 
     assert (
-        on_ranks(DataLoader(range(4), batch_size=2, sampler=Own()), 2, epoch=3, shard=False) == [[[0, 1], [2, 3]]] * 2
+        on_ranks(DataLoader(range(4), batch_size=2, sampler=Own()), 2, epoch=3, shard=False)
+        == [[[0, 1], [2, 3]]] * 2
     )
     assert Own.epochs == [3, 3]
     feed = Feed(DataLoader(range(4)), rank=0, size=2, shard=False)
@@ -264,7 +299,11 @@ def test_without_sharding_every_rank_reads_everything() -> None:
 def test_the_batch_size_can_be_replaced() -> None:
     loader = DataLoader(range(10), batch_size=5)
     feed = Feed(loader, rank=1, size=2, batch_size=2)
-    assert (feed.per_rank_batch_size, feed.length, plain(feed.epoch(0))) == (2, 3, [[2, 3], [6, 7], [9]])
+    assert (feed.per_rank_batch_size, feed.length, plain(feed.epoch(0))) == (
+        2,
+        3,
+        [[2, 3], [6, 7], [9]],
+    )
     assert loader.batch_size == 5
     for fixed in (DataLoader(range(4), batch_sampler=[[0], [1]]), [1, 2], iter([1])):
         with pytest.raises(DataError, match="cannot set the batch size of this"):
@@ -285,7 +324,11 @@ def test_start_skips_by_index() -> None:
 def test_loaders_that_do_not_collate_are_divided_by_index() -> None:
     data = Recording(7)
     loader = DataLoader(data, batch_size=None)
-    assert [list(Feed(loader, rank=r, size=3).epoch(0)) for r in range(3)] == [[0, 3, 6], [1, 4, EMPTY], [2, 5, EMPTY]]
+    assert [list(Feed(loader, rank=r, size=3).epoch(0)) for r in range(3)] == [
+        [0, 3, 6],
+        [1, 4, EMPTY],
+        [2, 5, EMPTY],
+    ]
     assert sorted(data.read) == list(range(7))
     data.read.clear()
     assert list(Feed(loader, rank=1, size=3).epoch(0, start=1)) == [4, EMPTY]
@@ -332,7 +375,9 @@ def test_stop_iteration_from_a_dataset_is_an_error(workers: int) -> None:
     feed = Feed(DataLoader(Stopping(), batch_size=2, num_workers=workers))
     batches = feed.epoch(0)
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(DataError, match="StopIteration from user code ended the data after 2 batches of 5") as caught:
+    with pytest.raises(
+        DataError, match="StopIteration from user code ended the data after 2 batches of 5"
+    ) as caught:
         next(batches)
     assert "Stopping" in str(caught.value)
     del feed, batches, caught
@@ -346,7 +391,9 @@ class Noisy(Dataset[Any]):
         return 12
 
     def __getitem__(self, index: int) -> Any:
-        return torch.tensor([index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64)
+        return torch.tensor(
+            [index, torch.rand(()).item(), random.random(), np.random.rand()], dtype=torch.float64
+        )
 
 
 def test_workers_give_the_same_samples_and_augmentations() -> None:
@@ -354,7 +401,13 @@ def test_workers_give_the_same_samples_and_augmentations() -> None:
         """Two epochs, by sample."""
         found = []
         persistent = workers > 1
-        loader = DataLoader(Noisy(), 12 // (2 * size), shuffle=True, num_workers=workers, persistent_workers=persistent)
+        loader = DataLoader(
+            Noisy(),
+            12 // (2 * size),
+            shuffle=True,
+            num_workers=workers,
+            persistent_workers=persistent,
+        )
         feeds = [Feed(loader, rank=rank, size=size) for rank in range(size)]
         for epoch in (0, 1):
             parts = zip(*(feed.epoch(epoch, start) for feed in feeds), strict=True)
@@ -374,7 +427,9 @@ def test_workers_give_the_same_samples_and_augmentations() -> None:
 def test_without_workers_the_same_samples_are_seeded_alike() -> None:
     def read(workers: int, reproducible: bool = True, size: int = 1, start: int = 0) -> list[Any]:
         loader = DataLoader(Noisy(), 6 // size, shuffle=True, num_workers=workers)
-        feeds = [Feed(loader, rank=rank, size=size, reproducible=reproducible) for rank in range(size)]
+        feeds = [
+            Feed(loader, rank=rank, size=size, reproducible=reproducible) for rank in range(size)
+        ]
         parts = zip(*(feed.epoch(1, start) for feed in feeds), strict=True)
         return [row for part in parts for batch in part for row in batch.tolist()]
 
@@ -416,7 +471,11 @@ def test_a_stateful_loader_is_fed_like_any_other() -> None:
 
     def ranks() -> list[list[Any]]:
         return [
-            plain(Feed(module.StatefulDataLoader(range(10), batch_size=2, shuffle=True), rank=r, size=2).epoch(0))
+            plain(
+                Feed(
+                    module.StatefulDataLoader(range(10), batch_size=2, shuffle=True), rank=r, size=2
+                ).epoch(0)
+            )
             for r in range(2)
         ]
 
@@ -426,7 +485,8 @@ def test_a_stateful_loader_is_fed_like_any_other() -> None:
 
 
 @pytest.mark.parametrize(
-    ("thing", "fix"), [(range(3).__len__, "call it"), (Recording(3), "a DataLoader"), ("abc", "list")]
+    ("thing", "fix"),
+    [(range(3).__len__, "call it"), (Recording(3), "a DataLoader"), ("abc", "list")],
 )
 def test_an_object_that_is_not_a_loader_is_refused(thing: Any, fix: str) -> None:
     with pytest.raises(DataError, match="not a loader") as caught:

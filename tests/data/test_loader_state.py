@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
 
 from tests.data.streaming import Endless, Resetting, Rewinding, Sharded
 from trainer_kit.checkpoint.encoding import decode, encode
@@ -42,7 +49,9 @@ def saved(state: Any) -> Any:
 class Reader:
     """Reads epochs as `Windows` does, ``ahead`` batches further than what is done; each process has its own."""
 
-    def __init__(self, make: Callable[[], Any], limit: int | None = None, rank: int = 0, size: int = 1) -> None:
+    def __init__(
+        self, make: Callable[[], Any], limit: int | None = None, rank: int = 0, size: int = 1
+    ) -> None:
         self.feed, self.limit = Feed(make(), rank=rank, size=size, seed=4), limit
         self.rank = rank
 
@@ -72,7 +81,9 @@ def undisturbed(make: Callable[[], Any], epochs: int, **options: Any) -> list[li
     return [[batch for batch, _ in reader.epoch(epoch)] for epoch in range(epochs)]
 
 
-def assert_resumes(make: Callable[[], Any], epochs: int = 3, ahead: int = 0, **options: Any) -> None:
+def assert_resumes(
+    make: Callable[[], Any], epochs: int = 3, ahead: int = 0, **options: Any
+) -> None:
     """From inside each epoch and from the end of each, twice in a row."""
     whole = undisturbed(make, epochs, **options)
     assert sum(map(len, whole)) > epochs
@@ -104,7 +115,11 @@ class SquareSampler(Sampler[int]):
     """Draws from a generator of NumPy's."""
 
     def __init__(self) -> None:
-        self.rng, self.other, self.older = np.random.default_rng(3), random.Random(4), np.random.RandomState(5)
+        self.rng, self.other, self.older = (
+            np.random.default_rng(3),
+            random.Random(4),
+            np.random.RandomState(5),
+        )
 
     def __iter__(self) -> Iterator[int]:
         order = self.rng.permutation(9).tolist()
@@ -117,7 +132,9 @@ class SquareSampler(Sampler[int]):
 
 
 def shuffled(**options: Any) -> Any:
-    return DataLoader(range(11), 2, shuffle=True, generator=torch.Generator().manual_seed(8), **options)
+    return DataLoader(
+        range(11), 2, shuffle=True, generator=torch.Generator().manual_seed(8), **options
+    )
 
 
 def weighted() -> Any:
@@ -126,7 +143,9 @@ def weighted() -> Any:
 
 
 def replaced() -> Any:
-    sampler = RandomSampler(range(9), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(2))
+    sampler = RandomSampler(
+        range(9), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(2)
+    )
     return DataLoader(range(9), batch_sampler=BatchSampler(sampler, 10, False))
 
 
@@ -163,7 +182,9 @@ def test_an_endless_stream_continues_over_epochs(ahead: int) -> None:
 )
 def test_states_that_live_in_workers(rolls: bool, persistent: bool, limit: int | None) -> None:
     def make() -> Any:
-        return DataLoader(Sharded(rolls=rolls), batch_size=3, num_workers=2, persistent_workers=persistent)
+        return DataLoader(
+            Sharded(rolls=rolls), batch_size=3, num_workers=2, persistent_workers=persistent
+        )
 
     assert_resumes(make, epochs=2, limit=limit)
 
@@ -196,9 +217,15 @@ class Unsized:
 
 
 LEAVES: dict[str, Any] = {
-    "indexed": lambda: {"a": DataLoader(range(7), 2, shuffle=True), "b": [DataLoader(range(5), 1, shuffle=True)]},
+    "indexed": lambda: {
+        "a": DataLoader(range(7), 2, shuffle=True),
+        "b": [DataLoader(range(5), 1, shuffle=True)],
+    },
     "a generator of its own": lambda: {"a": shuffled(), "b": DataLoader(range(5), 2, shuffle=True)},
-    "stateful": lambda: {"a": DataLoader(Sharded(7), 2), "b": (Rewinding(3), DataLoader(range(5), 2, shuffle=True))},
+    "stateful": lambda: {
+        "a": DataLoader(Sharded(7), 2),
+        "b": (Rewinding(3), DataLoader(range(5), 2, shuffle=True)),
+    },
     "stateful and longer": lambda: [Rewinding(7), DataLoader(range(5), 2, shuffle=True)],
     "no length": lambda: [Unsized(3), DataLoader(range(9), 2, shuffle=True)],
     "nested": lambda: [
@@ -246,7 +273,10 @@ def ranks(make: Any, size: int, **options: Any) -> list[Reader]:
 def rounds(readers: list[Reader], epoch: int, start: int = 0) -> list[tuple[list[Any], list[Any]]]:
     """What all of them have in each micro-batch, and their states."""
     turns = zip(*(list(reader.epoch(epoch, start)) for reader in readers), strict=True)
-    return [([batch for batch, _ in turn if batch is not EMPTY], [state for _, state in turn]) for turn in turns]
+    return [
+        ([batch for batch, _ in turn if batch is not EMPTY], [state for _, state in turn])
+        for turn in turns
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -260,7 +290,9 @@ def test_a_stream_that_all_ranks_read(size: int) -> None:
         readers = ranks(make, size)
         for reader in readers:
             reader.feed.loader_state.load_state_dict(states, reader.rank)
-        assert [batches for batches, _ in rounds(readers, 0, at)] == [batches for batches, _ in whole[at:]]
+        assert [batches for batches, _ in rounds(readers, 0, at)] == [
+            batches for batches, _ in whole[at:]
+        ]
 
 
 @pytest.mark.parametrize(("then", "now"), [(1, 2), (2, 1), (2, 4), (4, 2), (3, 1)])
@@ -273,7 +305,9 @@ def test_a_stream_resumes_on_another_number_of_ranks(then: int, now: int) -> Non
     readers = ranks(make, now)
     for reader in readers:
         reader.feed.loader_state.load_state_dict(states, reader.rank)
-    found = [i for batches, _ in rounds(readers, 0, at * then // now) for batch in batches for i in batch]
+    found = [
+        i for batches, _ in rounds(readers, 0, at * then // now) for batch in batches for i in batch
+    ]
     assert found == list(range(at * then, 24))
 
 
@@ -281,7 +315,9 @@ def test_a_stream_divided_by_each_rank_needs_the_same_number_of_ranks() -> None:
     feed = Feed(Rewinding(9), shard=False, size=2)
     next(feed.epoch(0))
     state = saved(feed.loader_state.state_dict(0, 1))
-    with pytest.raises(CheckpointError, match=r"(?s)each rank read its own Rewinding.*the same number of ranks"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)each rank read its own Rewinding.*the same number of ranks"
+    ):
         Feed(Rewinding(9), shard=False).loader_state.load_state_dict([state, state], 0)
     again = Feed(Rewinding(9), shard=False, size=2)
     again.loader_state.load_state_dict([state, state], 0)
@@ -305,8 +341,12 @@ def test_another_number_of_workers_is_refused() -> None:
     feed = Feed(DataLoader(Sharded(), batch_size=2))
     next(feed.epoch(0))
     state = saved(feed.loader_state.state_dict(0, 1))
-    with pytest.raises(CheckpointError, match=r"(?s)0 worker processes, and there are 2.*num_workers=0"):
-        Feed(DataLoader(Sharded(), batch_size=2, num_workers=2)).loader_state.load_state_dict([state], 0)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)0 worker processes, and there are 2.*num_workers=0"
+    ):
+        Feed(DataLoader(Sharded(), batch_size=2, num_workers=2)).loader_state.load_state_dict(
+            [state], 0
+        )
 
 
 def test_a_loader_in_place_of_another_begins_at_the_position() -> None:
@@ -402,7 +442,9 @@ def test_a_stream_that_is_read_again_draws_its_order_as_it_did() -> None:
         again = Reader(lambda: DataLoader(Drawing(), batch_size=2))
         again.feed.loader_state.load_state_dict([state], 0)
         restore_rng(rng)
-        with pytest.warns(UserWarning, match=f"to start at batch {at}, {at} batches were read and discarded"):
+        with pytest.warns(
+            UserWarning, match=f"to start at batch {at}, {at} batches were read and discarded"
+        ):
             found = [row for row, _ in again.epoch(epoch, at)]
         assert found == rows[6 * epoch + at : 6 * epoch + 6]
 
@@ -436,7 +478,9 @@ class Slow:
 
 @pytest.mark.slow
 def test_reading_for_long_shows_a_bar_on_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(UserWarning, match=r"10 batches were read and discarded in 2\.\d s\. With state_dict\(\)"):
+    with pytest.warns(
+        UserWarning, match=r"10 batches were read and discarded in 2\.\d s\. With state_dict\(\)"
+    ):
         assert next(Feed(Slow()).epoch(0, 10)) == 10
     assert "reading up to where it was" in capsys.readouterr().err
     assert next(Feed(Slow(), rank=1, size=2, shard=False).epoch(0, 9)) == 9

@@ -44,7 +44,9 @@ class Asks(Whole):
     """Asks torch for its rank while it is read: no attribute tells that it divides the data."""
 
     def __iter__(self) -> Iterator[Any]:
-        yield from torch.arange(dist.get_rank(), self.count, dist.get_world_size()).float().unsqueeze(1)
+        yield from (
+            torch.arange(dist.get_rank(), self.count, dist.get_world_size()).float().unsqueeze(1)
+        )
 
 
 class Knows(Asks):
@@ -52,7 +54,9 @@ class Knows(Asks):
 
     def __init__(self, name: str, count: int = 20) -> None:
         super().__init__(count)
-        ranks = SimpleNamespace(world_size=dist.get_world_size(), rank=dist.get_rank(), global_rank=dist.get_rank())
+        ranks = SimpleNamespace(
+            world_size=dist.get_world_size(), rank=dist.get_rank(), global_rank=dist.get_rank()
+        )
         setattr(self, name, ranks)
 
 
@@ -125,18 +129,24 @@ def batches(dataset: Any, workers: int = 0) -> DataLoader[Any]:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", ["asks", "distributed_env", "_distributed", "whole", "sampler", "iterator", "uneven"])
+@pytest.mark.parametrize(
+    "name", ["asks", "distributed_env", "_distributed", "whole", "sampler", "iterator", "uneven"]
+)
 def test_every_sample_is_read_once_an_epoch(name: str) -> None:
     loader: Any = {
         "asks": lambda: batches(Asks()),
         "distributed_env": lambda: batches(Knows("distributed_env")),
         "_distributed": lambda: batches(Knows("_distributed")),
         "whole": lambda: batches(Whole()),
-        "sampler": lambda: DataLoader(torch.arange(20.0).unsqueeze(1), batch_size=2, sampler=OwnSampler(20)),
+        "sampler": lambda: DataLoader(
+            torch.arange(20.0).unsqueeze(1), batch_size=2, sampler=OwnSampler(20)
+        ),
         "iterator": lambda: (batch for batch in batches(Whole(40))),
         "uneven": lambda: batches(Asks(17)),
     }[name]()
-    expected = [float(i) for i in range(17 if name == "uneven" else 40 if name == "iterator" else 20)]
+    expected = [
+        float(i) for i in range(17 if name == "uneven" else 40 if name == "iterator" else 20)
+    ]
     module = Sees()
     trainer = tk.Trainer(**OPTIONS, max_epochs=1 if name == "iterator" else 2)
     with warnings.catch_warnings(record=True) as lines:
@@ -157,7 +167,11 @@ def test_every_sample_is_read_once_an_epoch(name: str) -> None:
 def test_several_loaders_that_end_at_different_times(mode: Any) -> None:
     class Both(Sees):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            parts = [batch] if isinstance(batch, torch.Tensor) else [part for part in batch if part is not None]
+            parts = (
+                [batch]
+                if isinstance(batch, torch.Tensor)
+                else [part for part in batch if part is not None]
+            )
             return super().training_step(torch.cat(parts), batch_idx)
 
     module = Both()
@@ -166,7 +180,9 @@ def test_several_loaders_that_end_at_different_times(mode: Any) -> None:
     trainer.fit(module, loader)
     assert trainer.current_epoch == 2
     if mode == "sequential":
-        assert everywhere(module.trained) == sorted([*map(float, range(5)), *map(float, range(12))] * 2)
+        assert everywhere(module.trained) == sorted(
+            [*map(float, range(5)), *map(float, range(12))] * 2
+        )
 
 
 @pytest.mark.world_size(2)

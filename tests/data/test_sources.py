@@ -41,7 +41,12 @@ class TestStreams:
         assert on_ranks(loader, 1) == [[[0, 1], [2, 3], [4, 5], [6]]]
         assert on_ranks(loader, 3) == [[[0, 1], [6]], [[2, 3], EMPTY], [[4, 5], EMPTY]]
         feed = Feed(loader, rank=1, size=3)
-        assert (feed.length, feed.even, feed.per_rank_batch_size, feed.samples(0)) == (None, False, 2, None)
+        assert (feed.length, feed.even, feed.per_rank_batch_size, feed.samples(0)) == (
+            None,
+            False,
+            2,
+            None,
+        )
         assert "keeps each 3th batch" in feed.describe()
         assert Feed(loader).even
 
@@ -94,7 +99,11 @@ class TestStreams:
         assert torch.equal(torch.get_rng_state(), before)
 
     def test_workers(self) -> None:
-        feed = Feed(DataLoader(Numbers(4), batch_size=2, num_workers=2, persistent_workers=True), rank=1, size=2)
+        feed = Feed(
+            DataLoader(Numbers(4), batch_size=2, num_workers=2, persistent_workers=True),
+            rank=1,
+            size=2,
+        )
         assert [plain(feed.epoch(epoch)) for epoch in (0, 1)] == [[[0, 1], [2, 3]]] * 2
 
 
@@ -102,10 +111,20 @@ class TestLists:
     def test_one_process_iterates_the_list_itself(self) -> None:
         batches = [1, 2, 3]
         feed = Feed(batches)
-        list(Feed([torch.ones(2)]).sized_epoch(0))  # what the first epoch of a process imports is not counted
-        reads = [python_calls(lambda n=n: list(Feed([torch.ones(2)] * n).sized_epoch(0))) for n in (10, 30)]
+        list(
+            Feed([torch.ones(2)]).sized_epoch(0)
+        )  # what the first epoch of a process imports is not counted
+        reads = [
+            python_calls(lambda n=n: list(Feed([torch.ones(2)] * n).sized_epoch(0)))
+            for n in (10, 30)
+        ]
         assert reads[1] - reads[0] == 20  # of its size, once a batch
-        assert (feed.length, feed.even, list(feed.epoch(0)), list(feed.epoch(1, start=2))) == (3, True, [1, 2, 3], [3])
+        assert (feed.length, feed.even, list(feed.epoch(0)), list(feed.epoch(1, start=2))) == (
+            3,
+            True,
+            [1, 2, 3],
+            [3],
+        )
 
     def test_ranks_read_only_their_own(self) -> None:
         read = []
@@ -116,8 +135,16 @@ class TestLists:
                 return super().__getitem__(index)
 
         batches = Lazy([10, 11, 12, 13])
-        assert [list(Feed(batches, rank=r, size=3).epoch(0)) for r in range(3)] == [[10, 13], [11, EMPTY], [12, EMPTY]]
+        assert [list(Feed(batches, rank=r, size=3).epoch(0)) for r in range(3)] == [
+            [10, 13],
+            [11, EMPTY],
+            [12, EMPTY],
+        ]
         assert read == [0, 3, 1, 2]
-        assert [list(Feed(batches, rank=r, size=3).epoch(0, start=1)) for r in range(3)] == [[13], [EMPTY], [EMPTY]]
+        assert [list(Feed(batches, rank=r, size=3).epoch(0, start=1)) for r in range(3)] == [
+            [13],
+            [EMPTY],
+            [EMPTY],
+        ]
         assert list(Feed(batches, rank=2, size=3).epoch(0, start=2)) == []
         assert Feed(batches, size=3).length == 2

@@ -92,7 +92,13 @@ def test_containers_are_copied_and_keep_their_type() -> None:
     assert moved["open"].count == 3
     assert moved["kept"] is batch["kept"]
     # the user's batch is as it was
-    assert batch["ordered"]["x"] is batch["user"]["x"] is batch["list"][0] is batch["frozen"].x is tensor  # type: ignore[index, attr-defined]
+    assert (
+        batch["ordered"]["x"]
+        is batch["user"]["x"]
+        is batch["list"][0]
+        is batch["frozen"].x
+        is tensor
+    )  # type: ignore[index, attr-defined]
 
 
 def test_objects_with_to() -> None:
@@ -173,7 +179,9 @@ class Stream:
         self.log.append("exit")
 
 
-def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log: list[str] = []
     made: list[Stream] = []
     device = torch.device("cuda", 0)
@@ -184,7 +192,9 @@ def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(monkeypatch: 
 
     monkeypatch.setattr(torch, "Stream", stream)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Stream(device, log, "main"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: Stream(device, log, "main")
+    )
     feed._side_stream.cache_clear()
     try:
         for _ in range(3):
@@ -194,7 +204,9 @@ def test_epochs_share_one_stream_whose_copies_wait_for_queued_work(monkeypatch: 
             assert log == [*moved, "main waits for copy", *moved, "main waits for copy"]
         # Each stream has memory of its own, which no other one gets: one an epoch would be batches an epoch.
         assert [one.device for one in made] == [device]
-        assert list(Ahead(iter([1]), lambda number: number, torch.device("xla", 0))) == [1]  # torch has no stream there
+        assert list(Ahead(iter([1]), lambda number: number, torch.device("xla", 0))) == [
+            1
+        ]  # torch has no stream there
         assert len(made) == 1
     finally:
         feed._side_stream.cache_clear()

@@ -37,7 +37,9 @@ print(len([pid for pid in ended if pid]))
 @pytest.mark.slow
 def test_starting_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("3\n", "")
 
 
@@ -114,7 +116,9 @@ if __name__ == "__main__":
 def test_a_worker_that_hangs_after_its_fork_is_forked_again(tmp_path: Path) -> None:
     """First of the interpreter's own lock, as where a library's thread entered Python in the moment of the fork."""
     (tmp_path / "script.py").write_text(STANDING_STILL)
-    done = subprocess.run([sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, tmp_path / "script.py"], capture_output=True, text=True, timeout=60
+    )
     assert done.stderr == ""
     held, of_the_lock, of_a_hook, at_last, begun, left = json.loads(done.stdout)
     again = "a worker of the loader did not start"

@@ -47,9 +47,14 @@ def test_a_callback_of_composer_and_transformers_has_a_line(name: str) -> None:
 
 def test_what_the_lines_name_exists() -> None:
     """Classes of this library, by their endings; other names in the second column are of other libraries."""
-    second = "".join(line.rpartition(" | ")[2] for line in SECTION.splitlines() if line.startswith("| "))
+    second = "".join(
+        line.rpartition(" | ")[2] for line in SECTION.splitlines() if line.startswith("| ")
+    )
     named = set(
-        re.findall(r"`([A-Z]\w+(?:Monitor|Averaging|Unfreezing|Guard|Stopping|Bar|Checkpoint|Batch))\b", second)
+        re.findall(
+            r"`([A-Z]\w+(?:Monitor|Averaging|Unfreezing|Guard|Stopping|Bar|Checkpoint|Batch))\b",
+            second,
+        )
     )
     assert len(named) >= 9
     assert named <= set(callbacks.__all__)

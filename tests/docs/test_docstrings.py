@@ -12,7 +12,10 @@ import pytest
 import trainer_kit
 
 MODULES = sorted(
-    ["trainer_kit", *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit."))]
+    [
+        "trainer_kit",
+        *(module.name for module in pkgutil.walk_packages(trainer_kit.__path__, "trainer_kit.")),
+    ]
 )
 HEAVY = {  # import a library for seconds, or train
     "trainer_kit.inference.quantization",
@@ -44,7 +47,12 @@ def test_docstring_examples(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_examples_are_found() -> None:
     """The rest would pass on an empty list."""
     finder = doctest.DocTestFinder()
-    found = [test for name in ("core.errors", "core.progress") for test in finder.find(load(name)) if test.examples]
+    found = [
+        test
+        for name in ("core.errors", "core.progress")
+        for test in finder.find(load(name))
+        if test.examples
+    ]
     assert {test.name for test in found} >= {
         "trainer_kit.core.errors.TrainerKitError",
         "trainer_kit.core.progress.Progress",

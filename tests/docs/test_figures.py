@@ -15,7 +15,9 @@ FIGURES = json.loads((ROOT / "docs" / "figures.json").read_text())["figures"]
 def test_every_page_states_the_measured_figure(figure: dict) -> None:
     for page, template in figure["pages"].items():
         sentence = template.format(**figure["values"])
-        assert sentence in " ".join((ROOT / page).read_text().split()), f"{page} does not say: {sentence}"
+        assert sentence in " ".join((ROOT / page).read_text().split()), (
+            f"{page} does not say: {sentence}"
+        )
 
 
 @pytest.mark.parametrize("figure", FIGURES, ids=[figure["name"] for figure in FIGURES])
@@ -28,7 +30,9 @@ def test_what_measures_a_figure_exists(figure: dict) -> None:
 
 
 def test_the_figures_of_other_libraries_are_those_of_the_comparison() -> None:
-    calls = next(figure["values"] for figure in FIGURES if figure["name"].startswith("Python calls"))
+    calls = next(
+        figure["values"] for figure in FIGURES if figure["name"].startswith("Python calls")
+    )
     rows = (ROOT / "docs" / "compare.md").read_text().splitlines()
     for library in ("Ignite", "Fabric", "Accelerate", "Lightning"):
         row = next(row for row in rows if row.startswith(f"| {library} "))

@@ -20,9 +20,14 @@ PAGES = Path(__file__).resolve().parents[2] / "docs" / "migrate"
 
 def rows(page: str, title: str) -> list[tuple[str, str]]:
     """What stands left and right in the table whose head begins with ``title``."""
-    table = re.search(rf"^\| {re.escape(title)}.*\n\|-.*\n((?:\|.*\n)+)", (PAGES / page).read_text("utf-8"), re.M)
+    table = re.search(
+        rf"^\| {re.escape(title)}.*\n\|-.*\n((?:\|.*\n)+)", (PAGES / page).read_text("utf-8"), re.M
+    )
     assert table, title
-    return [tuple(cell.strip() for cell in line.strip("|\n").split(" | ")) for line in table[1].splitlines()]  # type: ignore[misc]
+    return [
+        tuple(cell.strip() for cell in line.strip("|\n").split(" | "))
+        for line in table[1].splitlines()
+    ]  # type: ignore[misc]
 
 
 @pytest.mark.slow
@@ -34,7 +39,11 @@ def test_every_argument_and_hook_of_transformers_has_its_line() -> None:
         "`transformers.Trainer(...)`": [*inspect.signature(Trainer.__init__).parameters][1:],
         "`TrainerCallback`": [name for name in vars(TrainerCallback) if name.startswith("on_")],
     }.items():
-        listed = [name for left, _ in rows("transformers.md", title) for name in re.findall(r"`(\w+)`", left)]
+        listed = [
+            name
+            for left, _ in rows("transformers.md", title)
+            for name in re.findall(r"`(\w+)`", left)
+        ]
         assert sorted(listed) == sorted(names)
 
 
@@ -43,7 +52,9 @@ def test_names_in_the_tables_exist(page: str) -> None:
     """Each ``Trainer(x=...)``, ``DDPStrategy(x=)`` and hook in a right-hand column."""
     text = (PAGES / page).read_text("utf-8")
     cells = [
-        line.strip("|").rsplit(" | ", 1)[1] for line in text.splitlines() if re.match(r"\| [^*].* \| .* \|$", line)
+        line.strip("|").rsplit(" | ", 1)[1]
+        for line in text.splitlines()
+        if re.match(r"\| [^*].* \| .* \|$", line)
     ]
     homes = (tk, tk.callbacks, tk.strategies, tk.loggers)
     checked = 0
@@ -76,6 +87,8 @@ def test_the_command_turns_the_first_script_into_the_second(page: str, tmp_path:
     script.write_text(before)
     moved = CliRunner().invoke(main, ["migrate", str(script), "--write"])
     assert moved.exit_code == 0, moved.output
-    findings = "; 1 finding: 1 weights" if page == "accelerate.md" else "; 0 findings"  # how windows are divided
+    findings = (
+        "; 1 finding: 1 weights" if page == "accelerate.md" else "; 0 findings"
+    )  # how windows are divided
     assert moved.output.splitlines()[-1].endswith(findings), moved.output
     assert script.read_text() == after

@@ -16,8 +16,15 @@ import pytest
 from tests.programs import Programs
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "decisions")])
-BLOCK = re.compile(r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```", re.M | re.S)
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        *(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "decisions"),
+    ]
+)
+BLOCK = re.compile(
+    r"(?:<!-- *(continues|not run: *\S[^>]*?) *-->\s*\n)?^```python[^\n]*\n(.*?)^```", re.M | re.S
+)
 
 
 def scripts(text: str) -> list[tuple[int, str]]:
@@ -73,7 +80,9 @@ def test_blocks_join_and_stay_out() -> None:
 def test_hook_page_is_current() -> None:
     page = ROOT / "docs" / "hooks.md"
     rendered = runpy.run_path(str(ROOT / "docs" / "generate_hooks.py"))["render"]()
-    assert page.read_text(encoding="utf-8") == rendered, "the hook specification changed: run `make docs`"
+    assert page.read_text(encoding="utf-8") == rendered, (
+        "the hook specification changed: run `make docs`"
+    )
 
 
 def test_decisions_are_whole() -> None:

@@ -55,7 +55,10 @@ def test_it_learns(tmp_path: Path, programs: Programs) -> None:
 
 @pytest.mark.parametrize(
     "launcher",
-    [("-W", "error"), pytest.param(("-m", "torch.distributed.run", "--nproc-per-node=2"), marks=pytest.mark.long)],
+    [
+        ("-W", "error"),
+        pytest.param(("-m", "torch.distributed.run", "--nproc-per-node=2"), marks=pytest.mark.long),
+    ],
 )
 def test_it_runs_on_two_processes(launcher: tuple[str, ...], tmp_path: Path) -> None:
     source = QUICKSTART.replace("max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu"')
@@ -67,6 +70,8 @@ def test_it_runs_on_two_processes(launcher: tuple[str, ...], tmp_path: Path) -> 
 
 
 def test_it_runs_in_a_notebook(tmp_path: Path, programs: Programs) -> None:
-    source = QUICKSTART.replace("max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu", strategy="ddp_notebook"')
+    source = QUICKSTART.replace(
+        "max_epochs=5", 'max_epochs=5, devices=2, accelerator="cpu", strategy="ddp_notebook"'
+    )
     (accuracy,) = run_here(tmp_path, source, programs)
     assert float(accuracy) > 0.8

@@ -85,14 +85,18 @@ def is_there(page: Path, name: str) -> bool:
     for directive in REFERENCE["DIRECTIVE"].findall(page.read_text(encoding="utf-8")):
         if name == directive or name.startswith(f"{directive}."):
             found = REFERENCE["resolve"](directive)
-            return all(hasattr(found, part) for part in name.removeprefix(directive).split(".")[1:2])
+            return all(
+                hasattr(found, part) for part in name.removeprefix(directive).split(".")[1:2]
+            )
     return False
 
 
 OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 
 
-@pytest.mark.parametrize("page", [*PAGES, *OUTSIDE], ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize(
+    "page", [*PAGES, *OUTSIDE], ids=lambda page: page.relative_to(ROOT).as_posix()
+)
 def test_links_and_anchors_resolve(page: Path) -> None:
     """A page of the site links to pages of the site: what lies beside `docs` in a checkout is not there."""
     broken = []
@@ -109,11 +113,22 @@ def test_links_and_anchors_resolve(page: Path) -> None:
 
 def public() -> dict[str, Any]:
     """Every public name that is not a room, by the name that a user types."""
-    rooms = {"callbacks": tk.callbacks, "loggers": tk.loggers, "precision": tk.precision, "strategies": tk.strategies}
+    rooms = {
+        "callbacks": tk.callbacks,
+        "loggers": tk.loggers,
+        "precision": tk.precision,
+        "strategies": tk.strategies,
+    }
     rooms |= {"tuner": tk.tuner}
-    found = {f"trainer_kit.{name}": getattr(tk, name) for name in tk.__all__ if not inspect.ismodule(getattr(tk, name))}
+    found = {
+        f"trainer_kit.{name}": getattr(tk, name)
+        for name in tk.__all__
+        if not inspect.ismodule(getattr(tk, name))
+    }
     return found | {
-        f"trainer_kit.{room}.{name}": getattr(module, name) for room, module in rooms.items() for name in module.__all__
+        f"trainer_kit.{room}.{name}": getattr(module, name)
+        for room, module in rooms.items()
+        for name in module.__all__
     }
 
 
@@ -127,11 +142,18 @@ def test_the_reference_has_every_public_name_once() -> None:
 def options(cls: type) -> set[str]:
     """The names that a call of the class may pass."""
     kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {name for name, each in inspect.signature(cls).parameters.items() if each.kind not in kinds}
+    return {
+        name for name, each in inspect.signature(cls).parameters.items() if each.kind not in kinds
+    }
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, value in public().items() if inspect.isclass(value) and "__init__" in vars(value)]
+    "name",
+    [
+        name
+        for name, value in public().items()
+        if inspect.isclass(value) and "__init__" in vars(value)
+    ],
 )
 def test_every_argument_of_a_class_is_described(name: str) -> None:
     """mkdocstrings makes the tables of arguments of these descriptions."""
@@ -149,13 +171,25 @@ def test_pages_of_tables_are_current(page: str) -> None:
 
 @pytest.mark.parametrize(
     "cls",
-    [tk.callbacks.ModelCheckpoint, tk.callbacks.EarlyStopping, tk.strategies.DDPStrategy, tk.strategies.FSDPStrategy],
+    [
+        tk.callbacks.ModelCheckpoint,
+        tk.callbacks.EarlyStopping,
+        tk.strategies.DDPStrategy,
+        tk.strategies.FSDPStrategy,
+    ],
 )
 def test_every_option_of_the_most_used_classes_is_in_a_guide(cls: type) -> None:
     """As code, on a page that names the class: a reader of the guides meets each option where it is of use."""
-    pages = [page.read_text(encoding="utf-8") for room in ("guide", "howto") for page in (DOCS / room).glob("*.md")]
+    pages = [
+        page.read_text(encoding="utf-8")
+        for room in ("guide", "howto")
+        for page in (DOCS / room).glob("*.md")
+    ]
     code = " ".join(
-        part for text in pages if cls.__name__ in text for part in re.findall("```.*?```|`[^`\n]+`", text, re.S)
+        part
+        for text in pages
+        if cls.__name__ in text
+        for part in re.findall("```.*?```|`[^`\n]+`", text, re.S)
     )
     asked = options(cls) - {"device"}  # the Trainer sets it
     assert not {name for name in asked if not re.search(rf"\b{name}\b", code)}
@@ -164,7 +198,11 @@ def test_every_option_of_the_most_used_classes_is_in_a_guide(cls: type) -> None:
 def keys_of_tables(page: str) -> set[str]:
     """What stands in the first column of a page's tables; keys of a section are listed under its heading."""
     text = (DOCS / "reference" / page).read_text(encoding="utf-8")
-    return {name for cell in re.findall(r"^\| (`[^|]+`) \|", text, re.M) for name in re.findall("`([^`]+)`", cell)}
+    return {
+        name
+        for cell in re.findall(r"^\| (`[^|]+`) \|", text, re.M)
+        for name in re.findall("`([^`]+)`", cell)
+    }
 
 
 def test_every_key_of_a_scripts_file_is_in_its_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +233,11 @@ def test_every_key_of_a_launch_file_is_in_its_table(tmp_path: Path) -> None:
     for options in (TOP, *SECTIONS.values()):
         for option in options.values():
             assert {option.name, *option.aliases} <= listed
-    headings = set(re.findall(r"^## `(\w+)`$", (DOCS / "reference" / "configuration.md").read_text("utf-8"), re.M))
+    headings = set(
+        re.findall(
+            r"^## `(\w+)`$", (DOCS / "reference" / "configuration.md").read_text("utf-8"), re.M
+        )
+    )
     assert headings == set(SECTIONS)
     file = tmp_path / "default.yaml"
     done = CliRunner().invoke(main, ["config", "default", "--config_file", str(file)])
@@ -233,7 +275,10 @@ def test_every_argument_of_a_public_function_is_described() -> None:
     for _, name in REFERENCE["directives"]():
         value = REFERENCE["resolve"](name)
         if inspect.isfunction(value):
-            words = {word.arg_name.lstrip("*") for word in docstring_parser.parse(inspect.getdoc(value) or "").params}
+            words = {
+                word.arg_name.lstrip("*")
+                for word in docstring_parser.parse(inspect.getdoc(value) or "").params
+            }
             if lacking := inspect.signature(value).parameters.keys() - words:
                 missing[name] = lacking
     assert not missing
@@ -268,9 +313,14 @@ def test_the_picture_of_the_loop_has_every_hook() -> None:
     loop = runpy.run_path(str(DOCS / "generate_loop.py"))
     drawn = {name for _, column in loop["OTHERS"] for name in loop["names"](column)}
     hooks = {name for name in vars(tk.Callback) if name.startswith("on_")} | {"setup", "teardown"}
-    elsewhere = {name for name in hooks if re.match("on_(test|predict)_", name)}  # drawn as those of validation
+    elsewhere = {
+        name for name in hooks if re.match("on_(test|predict)_", name)
+    }  # drawn as those of validation
     assert hooks - elsewhere <= drawn
-    assert {name.replace("_test_", "_validation_").replace("_predict_", "_validation_") for name in elsewhere} <= drawn
+    assert {
+        name.replace("_test_", "_validation_").replace("_predict_", "_validation_")
+        for name in elsewhere
+    } <= drawn
 
 
 @pytest.mark.long
@@ -296,19 +346,24 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     subprocess.run([sys.executable, DOCS / "finish_site.py", site], check=True, timeout=60)
     assert 'url=0.10/"' in (site / "index.html").read_text(encoding="utf-8")
     versions = yaml.safe_load((site / "versions.json").read_text(encoding="utf-8"))
-    assert [(each["version"], each["aliases"]) for each in versions] == [("0.10", ["latest"]), ("0.9", [])]
+    assert [(each["version"], each["aliases"]) for each in versions] == [
+        ("0.10", ["latest"]),
+        ("0.9", []),
+    ]
     text = (site / "0.10/reference/trainer/index.html").read_text(encoding="utf-8")
     assert 'id="trainer_kit.Trainer.fit"' in text
     for argument in inspect.signature(tk.Trainer).parameters:
         assert f"<code>{argument}</code>" in text
     loaded = re.compile(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(?:https?:)?//[^"]*"')
     for page in (site / "0.10").glob("**/*.html"):
-        assert not loaded.findall(page.read_text(encoding="utf-8")), f"{page} loads from another host"
+        assert not loaded.findall(page.read_text(encoding="utf-8")), (
+            f"{page} loads from another host"
+        )
     assert (site / "0.10/search.json").stat().st_size > 100_000
     # Two versions stand side by side, and the theme on each page finds the list of them beside its own directory.
     for version in ("0.9", "0.10"):
         text = (site / version / "index.html").read_text(encoding="utf-8")
-        assert json.loads(re.search(r'<script id="__config"[^>]*>(.*?)</script>', text)[1])["version"] == {
-            "provider": "mike"
-        }
+        assert json.loads(re.search(r'<script id="__config"[^>]*>(.*?)</script>', text)[1])[
+            "version"
+        ] == {"provider": "mike"}
     assert not list(site.glob("*/requirements*.txt"))

@@ -21,7 +21,9 @@ def run(programs: Programs) -> Run:
     def call(example: str, *flags: str) -> str:
         environment = os.environ | {"PYTHONWARNINGS": "error"}
         script = EXAMPLES / f"{example}.py"
-        ran = programs.run(script, *flags, environment=environment, timeout=115, anew="--devices" in flags)
+        ran = programs.run(
+            script, *flags, environment=environment, timeout=115, anew="--devices" in flags
+        )
         assert ran.returncode == 0, f"exit code {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
         return ran.stdout
 

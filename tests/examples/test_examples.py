@@ -26,7 +26,9 @@ def accuracy(text: str) -> float:
 
 
 @pytest.mark.parametrize("flags", [(), ("--devices", "2")])
-def test_digits_prints_the_paths_of_its_results(flags: tuple[str, ...], tmp_path: Path, run: Run) -> None:
+def test_digits_prints_the_paths_of_its_results(
+    flags: tuple[str, ...], tmp_path: Path, run: Run
+) -> None:
     said = run("digits", "--fast", "--accelerator", "cpu", *flags)
     assert 0.0 <= accuracy(said) <= 1.0
     checkpoint, logs = re.findall(r"(?:best checkpoint: |--logdir )(.+)", said)
@@ -39,13 +41,18 @@ def test_digits_prints_the_paths_of_its_results(flags: tuple[str, ...], tmp_path
 
 @pytest.mark.slow
 def test_digits_are_learned_alike_on_one_and_on_two_processes(run: Run) -> None:
-    alone, together = (accuracy(run("digits", "--accelerator", "cpu", "--devices", n)) for n in "12")
+    alone, together = (
+        accuracy(run("digits", "--accelerator", "cpu", "--devices", n)) for n in "12"
+    )
     assert alone >= 0.97
-    assert together == pytest.approx(alone, abs=2 / 270)  # two of the 270 test images: AdamW in float32
+    assert together == pytest.approx(
+        alone, abs=2 / 270
+    )  # two of the 270 test images: AdamW in float32
 
 
 @pytest.mark.parametrize(
-    "flags", [(), pytest.param(("--devices", "2", "--precision", "bf16-mixed"), marks=pytest.mark.slow)]
+    "flags",
+    [(), pytest.param(("--devices", "2", "--precision", "bf16-mixed"), marks=pytest.mark.slow)],
 )
 def test_char_transformer_trains_and_writes(flags: tuple[str, ...], run: Run) -> None:
     said = run("char_transformer", "--steps", "3", "--width", "16", "--letters", "40", *flags)
@@ -116,17 +123,31 @@ def test_raw_loop_resumes_at_its_position(tmp_path: Path, run: Run) -> None:
 @pytest.mark.slow
 def test_raw_loop_under_torchrun(run: Run) -> None:
     flags = ("--epochs", "3", "--batch-size", "16")
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", str(ROOT / "examples" / "raw_loop.py"), *flags]
+    launcher = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "examples" / "raw_loop.py"),
+        *flags,
+    ]
     ran = subprocess.run(
         [sys.executable, *launcher],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TRAINER_KIT_USE_CPU": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TRAINER_KIT_USE_CPU": "1",
+        },
         capture_output=True,
         text=True,
         timeout=115,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert accuracy(ran.stdout) == pytest.approx(accuracy(run("raw_loop", "--epochs", "3", "--root", "one")), abs=0.05)
+    assert accuracy(ran.stdout) == pytest.approx(
+        accuracy(run("raw_loop", "--epochs", "3", "--root", "one")), abs=0.05
+    )
     assert ran.stdout.count("test accuracy") == 1
 
 
@@ -141,5 +162,12 @@ def test_raw_gan_learns_the_ring(run: Run) -> None:
 
 def test_no_example_is_forgotten() -> None:
     tested = {"lm", "qlora", "raw_gan", "raw_loop"}
-    tested |= {"char_transformer", "custom_callback", "custom_logger", "digits", "gan_manual", "gan_named"}
+    tested |= {
+        "char_transformer",
+        "custom_callback",
+        "custom_logger",
+        "digits",
+        "gan_manual",
+        "gan_named",
+    }
     assert {path.stem for path in (ROOT / "examples").glob("*.py")} == tested

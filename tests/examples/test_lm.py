@@ -24,7 +24,10 @@ def losses(strategy: str, root: str, *more: str) -> dict[str, float]:
     printed = io.StringIO()
     with mock.patch.object(sys, "argv", [str(EXAMPLE), *flags]), redirect_stdout(printed):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return {step: float(loss) for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed.getvalue())}
+    return {
+        step: float(loss)
+        for step, loss in re.findall(r"step +(\d+)  loss ([\d.]+)", printed.getvalue())
+    }
 
 
 def check(strategies: list[str], alone: dict[str, float], root: str) -> None:
@@ -40,12 +43,20 @@ def check(strategies: list[str], alone: dict[str, float], root: str) -> None:
     [
         (2, ["ddp", "fsdp", "fsdp_cpu_offload", "hsdp"]),
         (2, ["tp", "cp", "pp"]),
-        (2, [f"deepspeed_stage_{stage}" for stage in ("0", "1", "2", "3", "2_offload", "3_offload")]),
+        (
+            2,
+            [
+                f"deepspeed_stage_{stage}"
+                for stage in ("0", "1", "2", "3", "2_offload", "3_offload")
+            ],
+        ),
         (4, ["fsdp_tp"]),
         (8, ["3d"]),
     ],
 )
-def test_every_engine_has_the_same_losses(ranks: int, strategies: list[str], tmp_path: Path) -> None:
+def test_every_engine_has_the_same_losses(
+    ranks: int, strategies: list[str], tmp_path: Path
+) -> None:
     alone = losses("auto", str(tmp_path / "alone"))
     assert list(alone) == ["3", "6", "9"]
     run_distributed(check, ranks, strategies, alone, str(tmp_path), timeout=110)

@@ -24,7 +24,10 @@ from trainer_kit.launch.processes import local_environment
 ROOT = EXAMPLES.parent
 GENERATOR = runpy.run_path(str(ROOT / "docs" / "generate_tutorials.py"))
 PICTURES = runpy.run_path(str(ROOT / "docs" / "draw" / "tutorials.py"))
-SIZES = [pytest.param(["--small"], marks=pytest.mark.slow), pytest.param([], marks=pytest.mark.long)]
+SIZES = [
+    pytest.param(["--small"], marks=pytest.mark.slow),
+    pytest.param([], marks=pytest.mark.long),
+]
 
 
 def curve(said: str, name: str) -> list[float]:
@@ -51,7 +54,9 @@ def test_the_text_classifier_learns_what_a_bag_of_words_cannot(size: list[str], 
     assert number(r"(\d+) to test; one: \('the ", said) > 0
     assert number(r"test accuracy ([\d.]+)", said) > (0.9 if size else 0.95)
     assert number(r"bag of words ([\d.]+)", said) < 0.6
-    positive, negative = (number(rf"([\d.]+)  the music was never {word}", said) for word in ("tedious", "funny"))
+    positive, negative = (
+        number(rf"([\d.]+)  the music was never {word}", said) for word in ("tedious", "funny")
+    )
     assert positive > 0.5 > negative
     assert len(curve(said, "val_acc")) >= 3
 
@@ -59,7 +64,10 @@ def test_the_text_classifier_learns_what_a_bag_of_words_cannot(size: list[str], 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_forecast_is_better_than_the_naive_one(size: list[str], run: Run) -> None:
     said = run("tutorials/time_series", *size)
-    error, naive = number(r"absolute error ([\d.]+)", said), number(r"naive forecast ([\d.]+)", said)
+    error, naive = (
+        number(r"absolute error ([\d.]+)", said),
+        number(r"naive forecast ([\d.]+)", said),
+    )
     assert error < (0.95 if size else 0.9) * naive
     assert re.search(r"stopped after step \d+: val_mae_unseen = \S+ has not improved", said)
     assert len(curve(said, "val_mae")) == len(curve(said, "val_mae_unseen")) >= 5
@@ -99,7 +107,9 @@ def result(said: str) -> tuple[int, float, float]:
 @pytest.mark.slow
 def test_the_cells_run_in_a_notebook(programs: Programs) -> None:
     """One after the other in one namespace, without a file."""
-    code = [body for text, body in GENERATOR["cells"](CLUSTER.read_text(encoding="utf-8")) if not text]
+    code = [
+        body for text, body in GENERATOR["cells"](CLUSTER.read_text(encoding="utf-8")) if not text
+    ]
     assert len(code) == 2
     script = "import sys\nsys.argv[1:] = ['-f', 'kernel.json']\nspace = {'__name__': '__main__'}\n"
     script += f"for cell in {code!r}:\n    exec(compile(cell, 'cell', 'exec'), space)\n"
@@ -133,8 +143,12 @@ def run_plainly(*flags: str, launcher: tuple[str, ...] = (), **environment: str)
         (("-m", "trainer_kit", "launch", "--cpu", "--num_processes", "2"), ()),
     ],
 )
-def test_two_processes_train_the_same_model(launcher: tuple[str, ...], flags: tuple[str, ...]) -> None:
-    processes, loss, accuracy = result(run_plainly("--accelerator", "cpu", *flags, launcher=launcher))
+def test_two_processes_train_the_same_model(
+    launcher: tuple[str, ...], flags: tuple[str, ...]
+) -> None:
+    processes, loss, accuracy = result(
+        run_plainly("--accelerator", "cpu", *flags, launcher=launcher)
+    )
     assert processes == 2
     assert accuracy > 0.9
     # Dropout draws on each rank, so losses agree in distribution only.
@@ -146,8 +160,18 @@ def test_the_tasks_of_a_job_find_each_other() -> None:
     """With the variables that srun sets for two tasks on one machine."""
     shared = {**BARE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     port = local_environment(2)["MASTER_PORT"]
-    shared |= {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NNODES": "1"}
-    shared |= {"SLURM_STEP_ID": "0", "SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2", "SLURM_JOB_NAME": "train"}
+    shared |= {
+        "SLURM_JOB_ID": "7",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_NNODES": "1",
+    }
+    shared |= {
+        "SLURM_STEP_ID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_NAME": "train",
+    }
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "SLURM_STEP_NODELIST": "localhost"}
     tasks = [
         subprocess.Popen(
@@ -169,7 +193,9 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path: Path) -> None:
     whole = result(run_plainly("--root", "whole", "--epochs", "20"))
     command = [sys.executable, "-W", "ignore", str(CLUSTER), "--root", "parts", "--epochs", "20"]
     environment = {**BARE, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as killed:
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as killed:
         for _ in polls():
             if killed.poll() is not None or list(tmp_path.glob("parts/**/checkpoints/step-*")):
                 break
@@ -190,23 +216,34 @@ def polls(seconds: float = 100.0) -> Iterator[None]:
 @pytest.mark.parametrize("name", GENERATOR["TUTORIALS"])
 def test_its_page_is_current(name: str) -> None:
     page = ROOT / "docs" / "tutorials" / f"{name}.md"
-    assert page.read_text(encoding="utf-8") == GENERATOR["render"](name), "the script changed: run `make docs`"
+    assert page.read_text(encoding="utf-8") == GENERATOR["render"](name), (
+        "the script changed: run `make docs`"
+    )
 
 
 def test_every_tutorial_has_a_page_that_is_listed() -> None:
     pages = {path.stem for path in (ROOT / "docs" / "tutorials").glob("*.md")} - {"index"}
     assert pages == set(GENERATOR["TUTORIALS"])
     scripts = {script for _, scripts in GENERATOR["TUTORIALS"].values() for script in scripts}
-    assert {f"examples/tutorials/{path.name}" for path in (EXAMPLES / "tutorials").glob("*.py")} <= scripts
+    assert {
+        f"examples/tutorials/{path.name}" for path in (EXAMPLES / "tutorials").glob("*.py")
+    } <= scripts
     index = (ROOT / "docs" / "tutorials" / "index.md").read_text(encoding="utf-8")
     assert set(re.findall(r"\]\((\w+)\.md\)", index)) == pages
 
 
 def test_every_picture_of_a_page_is_drawn_by_the_command() -> None:
-    pages = [path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "tutorials").glob("*.md")]
+    pages = [
+        path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "tutorials").glob("*.md")
+    ]
     shown = set(re.findall(r"\]\(\.\./pictures/([^)]+\.png)\)", "\n".join(pages)))
     assert shown == set(PICTURES["PLOTS"].values())
-    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\npictures:")[2].partition("\n\n")[0]
+    recipe = (
+        (ROOT / "Makefile")
+        .read_text(encoding="utf-8")
+        .partition("\npictures:")[2]
+        .partition("\n\n")[0]
+    )
     assert set(re.findall(r"docs/draw/\w+\.py", recipe)) == {
         f"docs/draw/{x.name}" for x in (ROOT / "docs" / "draw").glob("*.py")
     }

@@ -29,7 +29,16 @@ from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 
 SAVED, REPORTED, REFUSED, BROKEN = 0, 10, 11, 12
-EVENTS = {"open", "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir", "os.listdir"}
+EVENTS = {
+    "open",
+    "os.link",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.scandir",
+    "os.listdir",
+}
 
 
 class Run(tk.Callback):
@@ -52,7 +61,12 @@ def fit(directory: Path, steps: int, moment: str, watch: Callable[[], None]) -> 
         def on_train_step_end(self, trainer: Any, module: Any) -> None:
             trained.append(trainer.global_step)
 
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     trainer = tk.Trainer(max_steps=steps, callbacks=[keeper, Says(moment, watch)], **options)
     trainer.print = lambda *values, **_: said.append(" ".join(map(str, values)))
     if moment == "start":
@@ -70,7 +84,9 @@ def become(command: dict[str, Any]) -> None:
     directory, code = Path(command["directory"]), BROKEN
     count = command["steps"]
     try:
-        warnings.simplefilter("ignore" if command["fault"] else "error")  # that something was not deleted is a warning
+        warnings.simplefilter(
+            "ignore" if command["fault"] else "error"
+        )  # that something was not deleted is a warning
         watches = {"strace": stop, "audit": lambda: audit(command), "none": lambda: None}
         code = fit(directory, count, command["moment"], watches[command["by"]])
     except BaseException:
@@ -97,7 +113,9 @@ def audit(command: dict[str, Any]) -> None:
         if fault and count == fault["at"]:
             if fault["error"] == "KILL":
                 os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(getattr(errno, fault["error"]), os.strerror(getattr(errno, fault["error"])))
+            raise OSError(
+                getattr(errno, fault["error"]), os.strerror(getattr(errno, fault["error"]))
+            )
 
     def hear(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal in_tree
@@ -109,7 +127,9 @@ def audit(command: dict[str, Any]) -> None:
         if (relative and in_tree) or within in str(arguments[0]):
             writes = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
             call = "create" if writes else event.removeprefix("os.")
-            operation(call, *(str(path) for path in arguments[: 2 if call in ("rename", "link") else 1]))
+            operation(
+                call, *(str(path) for path in arguments[: 2 if call in ("rename", "link") else 1])
+            )
 
     def fsync(descriptor: int) -> None:
         operation("fsync", os.readlink(f"/proc/self/fd/{descriptor}"))
@@ -132,9 +152,26 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
             break
         fault = command["fault"]
         inject = [f"inject={fault['call']}:{fault['how']}:when={fault['at']}"] if fault else []
-        arguments = [part for expression in [f"trace={command['calls']}", *inject] for part in ("-e", expression)]
-        strace = ["strace", "-f", "-y", "-s", "0", "-o", command["trace"], *arguments, "-p", str(pid)]
-        tracer = subprocess.Popen(strace, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        arguments = [
+            part
+            for expression in [f"trace={command['calls']}", *inject]
+            for part in ("-e", expression)
+        ]
+        strace = [
+            "strace",
+            "-f",
+            "-y",
+            "-s",
+            "0",
+            "-o",
+            command["trace"],
+            *arguments,
+            "-p",
+            str(pid),
+        ]
+        tracer = subprocess.Popen(
+            strace, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        )
         first = tracer.stderr.readline()
         if "attached" not in first:
             os.kill(pid, signal.SIGKILL)
@@ -145,7 +182,10 @@ def run(command: dict[str, Any]) -> dict[str, Any]:
     if tracer is not None:
         tracer.communicate()
     said = Path(command["said"])
-    answer = {"ended": os.waitstatus_to_exitcode(status), "said": said.read_text() if said.exists() else ""}
+    answer = {
+        "ended": os.waitstatus_to_exitcode(status),
+        "said": said.read_text() if said.exists() else "",
+    }
     said.unlink(missing_ok=True)
     return answer
 

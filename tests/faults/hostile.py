@@ -46,7 +46,12 @@ from trainer_kit.testing import TinyModule
 PATIENCE = 20  # seconds a case, in all ways together
 ROOM = 2 << 30  # bytes of address space beyond what a valid checkpoint takes
 BATCHES = [torch.ones(2, 32)] * 2
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 NEVER = {
     "exec",
     "compile",
@@ -68,10 +73,30 @@ NEVER = {
     "socket.connect",
     "urllib.Request",
 }
-CHANGES = {"os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod"}
+CHANGES = {
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.mkdir",
+    "os.link",
+    "os.symlink",
+    "os.truncate",
+    "os.chmod",
+}
 
 
-KINDS = ["manifest", "names", "document", "document", "records", "text", "manifest text", "header", "header", "pickle"]
+KINDS = [
+    "manifest",
+    "names",
+    "document",
+    "document",
+    "records",
+    "text",
+    "manifest text",
+    "header",
+    "header",
+    "pickle",
+]
 KINDS += ["link", "index", "lock", "hidden", "file", "file", "file", "sparse", "shelf"]
 
 
@@ -89,10 +114,21 @@ class Watch:
         if event in NEVER:
             self.seen.add(f"{event} {str(arguments)[:200]}")
         elif event == "open" or event in CHANGES:
-            path = os.path.abspath(os.fsdecode(arguments[0])) if isinstance(arguments[0], str | bytes) else ""
-            writes = event != "open" or bool((arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-            in_tree = event in ("os.remove", "os.rmdir") and arguments[-1] not in (None, -1)  # of shutil.rmtree
-            if path.startswith(self.outside) or (writes and not in_tree and not path.startswith(self.scratch)):
+            path = (
+                os.path.abspath(os.fsdecode(arguments[0]))
+                if isinstance(arguments[0], str | bytes)
+                else ""
+            )
+            writes = event != "open" or bool(
+                (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            )
+            in_tree = event in ("os.remove", "os.rmdir") and arguments[-1] not in (
+                None,
+                -1,
+            )  # of shutil.rmtree
+            if path.startswith(self.outside) or (
+                writes and not in_tree and not path.startswith(self.scratch)
+            ):
                 self.seen.add(f"{event} {str(arguments)[:200]}")
 
 
@@ -145,8 +181,32 @@ class Evil:
         return os.system, (f"touch {self.canary}",)
 
 
-TAGS = ["int", "float", "bytes", "bytearray", "complex", "dtype", "device", "size", "timedelta", "path", "numpy"]
-TAGS += ["tuple", "set", "frozenset", "dict", "OrderedDict", "Counter", "enum", "tensor", "array", "None", "object"]
+TAGS = [
+    "int",
+    "float",
+    "bytes",
+    "bytearray",
+    "complex",
+    "dtype",
+    "device",
+    "size",
+    "timedelta",
+    "path",
+    "numpy",
+]
+TAGS += [
+    "tuple",
+    "set",
+    "frozenset",
+    "dict",
+    "OrderedDict",
+    "Counter",
+    "enum",
+    "tensor",
+    "array",
+    "None",
+    "object",
+]
 TAGS += ["name", "dataclass", "namedtuple", "module", "partial"]
 DTYPES = [
     "O",
@@ -162,7 +222,20 @@ DTYPES = [
     "<f3",
     "x" * 99,
 ]
-NAMES = ["../outside/secret", "..", ".", "", "/etc/passwd", "a/b", "a\\b", "\0", "a\0b", "\ud800", "\x1b[2J", "x" * 300]
+NAMES = [
+    "../outside/secret",
+    "..",
+    ".",
+    "",
+    "/etc/passwd",
+    "a/b",
+    "a\\b",
+    "\0",
+    "a\0b",
+    "\ud800",
+    "\x1b[2J",
+    "x" * 300,
+]
 PATHS = [
     "os.system",
     "subprocess.Popen",
@@ -173,10 +246,36 @@ PATHS = [
     "int",
     "antigravity.fly",
 ]
-PATHS += ["torch.nn.modules.linear.Linear", "torch.nn.modules.container.Sequential", "torch.optim.sgd.SGD"]
-PATHS += ["fractions.Fraction", "range", "collections.deque", "collections.defaultdict", "torch._C.Generator"]
-PATHS += ["trainer_kit.checkpoint.commit.remove_checkpoint", "torch.fx.graph_module.GraphModule", "__main__.Evil"]
-NAMES += ["manifest.json", "state.json", "model.safetensors", ".lock", "-", "con", "é", "a\nb", "_dynamo", "os", "load"]
+PATHS += [
+    "torch.nn.modules.linear.Linear",
+    "torch.nn.modules.container.Sequential",
+    "torch.optim.sgd.SGD",
+]
+PATHS += [
+    "fractions.Fraction",
+    "range",
+    "collections.deque",
+    "collections.defaultdict",
+    "torch._C.Generator",
+]
+PATHS += [
+    "trainer_kit.checkpoint.commit.remove_checkpoint",
+    "torch.fx.graph_module.GraphModule",
+    "__main__.Evil",
+]
+NAMES += [
+    "manifest.json",
+    "state.json",
+    "model.safetensors",
+    ".lock",
+    "-",
+    "con",
+    "é",
+    "a\nb",
+    "_dynamo",
+    "os",
+    "load",
+]
 
 
 def nested(levels: int) -> Any:
@@ -215,7 +314,10 @@ def nasty(draw: random.Random, depth: int = 0) -> Any:
     if kind == 5:
         return [nasty(draw, depth + 1) for _ in range(draw.randrange(4))]
     if kind == 6:
-        return {draw.choice([*NAMES, "$", "v"]): nasty(draw, depth + 1) for _ in range(draw.randrange(4))}
+        return {
+            draw.choice([*NAMES, "$", "v"]): nasty(draw, depth + 1)
+            for _ in range(draw.randrange(4))
+        }
     return record(draw, depth)
 
 
@@ -241,9 +343,13 @@ def record(draw: random.Random, depth: int = 0) -> Any:
     )
     made = {"$": tag, "v": value}
     if draw.random() < 0.4:
-        made["dtype"] = draw.choice([*DTYPES, nasty(draw, depth + 1), "complex64", "quint8", "float8_e8m0fnu", "bits8"])
+        made["dtype"] = draw.choice(
+            [*DTYPES, nasty(draw, depth + 1), "complex64", "quint8", "float8_e8m0fnu", "bits8"]
+        )
     if draw.random() < 0.4:
-        made["shape"] = draw.choice([nasty(draw, depth + 1), [2**62, 0], [2**40], [-1], [10**30], ["a"], [1.5], []])
+        made["shape"] = draw.choice(
+            [nasty(draw, depth + 1), [2**62, 0], [2**40], [-1], [10**30], ["a"], [1.5], []]
+        )
     if draw.random() < 0.1:
         made["metadata"] = nasty(draw, depth + 1)
     if draw.random() < 0.1:
@@ -311,19 +417,39 @@ def shard(draw: random.Random, good: bytes) -> bytes:
     names = [name for name in header if name != "__metadata__"]
     kind = draw.randrange(12)
     if kind == 0:
-        return struct.pack("<Q", draw.choice([2**40, 2**60, 2**64 - 1, 0, 1, len(good), size + 1])) + good[8:]
+        return (
+            struct.pack("<Q", draw.choice([2**40, 2**60, 2**64 - 1, 0, 1, len(good), size + 1]))
+            + good[8:]
+        )
     if kind == 1:
         entry = header[draw.choice(names)]
         entry["data_offsets"] = draw.choice(
             [[0, 2**60], [2**60, 2**60], [8, 0], [-1, 4], [0.5, 1], "x", [], [0, 10**30]]
         )
     elif kind == 2:
-        huge = [[2**62, 0], [0, 2**63], [2**32, 2**32], [2**40], [-1], [1.5], "x", [10**30], [0] * 1000, [1] * 1000]
+        huge = [
+            [2**62, 0],
+            [0, 2**63],
+            [2**32, 2**32],
+            [2**40],
+            [-1],
+            [1.5],
+            "x",
+            [10**30],
+            [0] * 1000,
+            [1] * 1000,
+        ]
         header[draw.choice(names)]["shape"] = draw.choice(huge)
     elif kind == 3:
-        header[draw.choice(names)]["dtype"] = draw.choice(["F4", "F64", "BOOL", "X", "F8_E8M0", "C64", "I4", 7, None])
+        header[draw.choice(names)]["dtype"] = draw.choice(
+            ["F4", "F64", "BOOL", "X", "F8_E8M0", "C64", "I4", 7, None]
+        )
     elif kind == 4:
-        header["empty"] = {"dtype": "F32", "shape": draw.choice([[2**62, 0], [0, 2**64 - 1]]), "data_offsets": [0, 0]}
+        header["empty"] = {
+            "dtype": "F32",
+            "shape": draw.choice([[2**62, 0], [0, 2**64 - 1]]),
+            "data_offsets": [0, 0],
+        }
     elif kind == 5 and len(names) > 1:
         one, other = draw.sample(names, 2)
         header[one] = header[other]
@@ -331,7 +457,13 @@ def shard(draw: random.Random, good: bytes) -> bytes:
         header["__metadata__"] = nasty(draw)
     elif kind == 7:
         text = draw.choice(
-            [b"[" * 100_000, b'{"a":' * 50_000, b"{" + b'"a":1,' * 1000 + b'"a":1}', b"\xff" * 64, b"NaN"]
+            [
+                b"[" * 100_000,
+                b'{"a":' * 50_000,
+                b"{" + b'"a":1,' * 1000 + b'"a":1}',
+                b"\xff" * 64,
+                b"NaN",
+            ]
         )
         return struct.pack("<Q", len(text)) + text + data
     elif kind == 8:
@@ -362,7 +494,11 @@ def torch_file(draw: random.Random, directory: Path) -> bytes:
             {"state_dict": {1: torch.ones(2)}},
             {"state_dict": {"w": "text"}},
             {name: value[:1].expand(2**40, *value.shape[1:]) for name, value in weights.items()},
-            {"w": torch.sparse_coo_tensor(torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (2**40,))},
+            {
+                "w": torch.sparse_coo_tensor(
+                    torch.zeros(1, 1, dtype=torch.long), torch.ones(1), (2**40,)
+                )
+            },
             {"w": torch.empty(2**40, device="meta")},
             weights,
         ]
@@ -384,8 +520,16 @@ def torch_file(draw: random.Random, directory: Path) -> bytes:
         made = io.BytesIO()
         with zipfile.ZipFile(io.BytesIO(good)) as old, zipfile.ZipFile(made, "w") as new:
             for entry in old.infolist():
-                data = bytes(50 << 20) if kind == 5 and "/data/0" in entry.filename else old.read(entry)
-                name = entry.filename if kind == 5 else f"../../{draw.choice(NAMES[:5])}/{entry.filename}"
+                data = (
+                    bytes(50 << 20)
+                    if kind == 5 and "/data/0" in entry.filename
+                    else old.read(entry)
+                )
+                name = (
+                    entry.filename
+                    if kind == 5
+                    else f"../../{draw.choice(NAMES[:5])}/{entry.filename}"
+                )
                 new.writestr(name, data, zipfile.ZIP_DEFLATED if kind == 5 else zipfile.ZIP_STORED)
         return made.getvalue()
     return good
@@ -407,12 +551,21 @@ def seal(path: Path, edit: Callable[[Any], None] | None = None) -> None:
     for name in list(manifest["files"]):
         if (path / name).is_file():
             data = (path / name).read_bytes()
-            manifest["files"][name] = {"size": len(data), "xxh3_64": xxhash.xxh3_64(data).hexdigest()}
+            manifest["files"][name] = {
+                "size": len(data),
+                "xxh3_64": xxhash.xxh3_64(data).hexdigest(),
+            }
     if edit is not None:
         edit(manifest)
     canonical = dump(manifest, sort_keys=True, separators=(",", ":")).encode()
-    signed = {**manifest, "sha256": sha256(canonical).hexdigest()} if isinstance(manifest, dict) else manifest
-    (path / "manifest.json").write_text(dump(signed, indent=1).replace("Infinity", "1e999999") + "\n")
+    signed = (
+        {**manifest, "sha256": sha256(canonical).hexdigest()}
+        if isinstance(manifest, dict)
+        else manifest
+    )
+    (path / "manifest.json").write_text(
+        dump(signed, indent=1).replace("Infinity", "1e999999") + "\n"
+    )
 
 
 def make(draw: random.Random, path: Path, root: Path) -> str:
@@ -446,14 +599,30 @@ def make(draw: random.Random, path: Path, root: Path) -> str:
         file.unlink()
         instead(draw, file, root)
     elif kind == "index":
-        names = {draw.choice(["last", "best", *NAMES]): draw.choice([*NAMES, nasty(draw)]) for _ in range(3)}
+        names = {
+            draw.choice(["last", "best", *NAMES]): draw.choice([*NAMES, nasty(draw)])
+            for _ in range(3)
+        }
         names["last"] = draw.choice([*NAMES, "../outside/step-2", "step-2", "link", nasty(draw)])
-        index = {"format": "trainer_kit.index", "version": 1, "names": draw.choice([names, names, nasty(draw)])}
-        (path.parent / "index.json").write_bytes(draw.choice([dump(index).encode(), raw_json(draw, b"{}")]))
+        index = {
+            "format": "trainer_kit.index",
+            "version": 1,
+            "names": draw.choice([names, names, nasty(draw)]),
+        }
+        (path.parent / "index.json").write_bytes(
+            draw.choice([dump(index).encode(), raw_json(draw, b"{}")])
+        )
         (path.parent / "link").symlink_to(root / "outside" / "step-2")
     elif kind == "lock":
-        lock = {"host": nasty(draw), "pid": draw.choice([-1, 0, 2**70, 1e300, "x", None]), "start": "", "since": ""}
-        (path.parent / ".lock").write_bytes(draw.choice([dump(lock).encode(), raw_json(draw, b"{}")]))
+        lock = {
+            "host": nasty(draw),
+            "pid": draw.choice([-1, 0, 2**70, 1e300, "x", None]),
+            "start": "",
+            "since": "",
+        }
+        (path.parent / ".lock").write_bytes(
+            draw.choice([dump(lock).encode(), raw_json(draw, b"{}")])
+        )
     elif kind == "hidden":
         (
             path.parent
@@ -461,19 +630,25 @@ def make(draw: random.Random, path: Path, root: Path) -> str:
         ).mkdir()
         (path.parent / f".index.json.99999-{'0' * 18}.tmp").symlink_to(root / "outside" / "secret")
     elif kind == "sparse":
-        os.truncate(draw.choice([path / "manifest.json", document, path.parent / "index.json"]), 1 << 40)
+        os.truncate(
+            draw.choice([path / "manifest.json", document, path.parent / "index.json"]), 1 << 40
+        )
     elif kind == "shelf":
         tree = json.loads(document.read_bytes())
         shelf = next(state for key, state in tree["callbacks"].items() if "ModelCheckpoint" in key)
         elsewhere, named = str(root / "outside" / "step-2"), ["kept", "yielding", "newest", "best"]
         for holder, key in places(shelf):
             if key in draw.sample(named, draw.randrange(1, 5)):
-                holder[key] = {"kept": {elsewhere: 0.0}, "yielding": [elsewhere]}.get(key, elsewhere)
+                holder[key] = {"kept": {elsewhere: 0.0}, "yielding": [elsewhere]}.get(
+                    key, elsewhere
+                )
         document.write_text(dump(tree).replace("Infinity", "1e999999"))
         seal(path)
     else:
         (path.parent / "file").write_bytes(
-            draw.choice([torch_file, torch_file, lambda d, _: shard(d, shards[0].read_bytes())])(draw, root)
+            draw.choice([torch_file, torch_file, lambda d, _: shard(d, shards[0].read_bytes())])(
+                draw, root
+            )
         )
     return kind
 
@@ -483,7 +658,9 @@ def misname(draw: random.Random, manifest: Any) -> None:
     where = draw.choice(["files", "parts", "both"])
     if where != "parts":
         old = draw.choice(list(manifest["files"]))
-        manifest["files"][name] = manifest["files"][old] if draw.random() < 0.5 else manifest["files"].pop(old)
+        manifest["files"][name] = (
+            manifest["files"][old] if draw.random() < 0.5 else manifest["files"].pop(old)
+        )
     if where != "files":
         manifest["parts"][draw.choice([*manifest["parts"], name])] = name
 
@@ -495,7 +672,11 @@ def instead(draw: random.Random, file: Path, root: Path) -> None:
     elif kind == "directory":
         file.mkdir()
     else:
-        targets = {"secret": root / "outside" / "secret", "itself": file, "device": Path("/dev/zero")}
+        targets = {
+            "secret": root / "outside" / "secret",
+            "itself": file,
+            "device": Path("/dev/zero"),
+        }
         file.symlink_to(targets.get(kind, root / "nowhere"))
 
 
@@ -532,7 +713,10 @@ def readers(kept: Path, scratch: Path) -> dict[str, Callable[[], Any]]:
         "weights": lambda: tk.checkpoint.read_weights(hostile),
         "module": lambda: read_module(hostile),
         "export": lambda: tk.checkpoint.export(hostile, scratch / "out.safetensors"),
-        "diff": lambda: (tk.checkpoint.diff(sound, hostile), [str(d) for d in tk.checkpoint.diff(hostile, sound)]),
+        "diff": lambda: (
+            tk.checkpoint.diff(sound, hostile),
+            [str(d) for d in tk.checkpoint.diff(hostile, sound)],
+        ),
         "newest": lambda: newest_verified(kept),
         "ls": lambda: command("ls", kept),
         "verify all": lambda: command("verify", kept),
@@ -566,9 +750,15 @@ def ending(read: Callable[[], Any]) -> str:
     except CheckpointError as error:
         text = str(error)
         text.encode()
-        return "refused" if error.file and error.reason and len(text) < 5000 else f"not said: {text[:300]}"
+        return (
+            "refused"
+            if error.file and error.reason and len(text) < 5000
+            else f"not said: {text[:300]}"
+        )
     except RuntimeError as error:
-        if "Error(s) in loading state_dict" in str(error):  # torch's own, for the weights of another model
+        if "Error(s) in loading state_dict" in str(
+            error
+        ):  # torch's own, for the weights of another model
             return "refused"
         return f"RuntimeError: {error}"[:300]
     except BaseException as error:
@@ -579,7 +769,9 @@ def ending(read: Callable[[], Any]) -> str:
 def peak_memory() -> int:
     """In bytes. ``ru_maxrss`` starts with that of the process that started this one."""
     status = Path("/proc/self/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return 1024 * next(
+        int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")
+    )
 
 
 def main() -> None:
@@ -590,7 +782,11 @@ def main() -> None:
     for directory in (scratch, outside):
         directory.mkdir()
     keeper = ModelCheckpoint(
-        scratch / "kept", every_n_train_steps=1, save_top_k=-1, filename="step-{step}", auto_insert_metric_name=False
+        scratch / "kept",
+        every_n_train_steps=1,
+        save_top_k=-1,
+        filename="step-{step}",
+        auto_insert_metric_name=False,
     )
     options = {"max_steps": 2, "default_root_dir": scratch, **QUIET}
     tk.Trainer(callbacks=[keeper, Keeps()], **options).fit(TinyModule(), BATCHES)
@@ -630,7 +826,13 @@ def main() -> None:
             for left in scratch.glob("out*"):
                 left.unlink()
         grown = peak_memory() - before
-        done = {"case": number, "kind": kind, "endings": endings, "done": sorted(watch.seen), "grown": grown}
+        done = {
+            "case": number,
+            "kind": kind,
+            "endings": endings,
+            "done": sorted(watch.seen),
+            "grown": grown,
+        }
         print(json.dumps(done), flush=True)
         watch.seen.clear()
 

@@ -28,7 +28,16 @@ import trainer_kit.trainer  # noqa: F401
 from trainer_kit.launch.bootstrap import _leave
 from trainer_kit.launch.processes import local_environment
 
-FILE_EVENTS = {"open", "os.link", "os.listdir", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.scandir"}
+FILE_EVENTS = {
+    "open",
+    "os.link",
+    "os.listdir",
+    "os.mkdir",
+    "os.remove",
+    "os.rename",
+    "os.rmdir",
+    "os.scandir",
+}
 ADOPT_ORPHANS, DIE_WITH_PARENT = 36, 1  # of prctl
 PATIENCE = 30.0
 
@@ -124,7 +133,10 @@ def supervise(pids: list[int], command: dict[str, Any]) -> dict[str, Any]:
                     os.waitpid(pid, 0)
                     statuses[rank] = "hung"
         time.sleep(0.001)
-    return {"ended": [statuses[rank] for rank in range(len(pids))], "seconds": time.monotonic() - began}
+    return {
+        "ended": [statuses[rank] for rank in range(len(pids))],
+        "seconds": time.monotonic() - began,
+    }
 
 
 def name_orphans() -> list[str]:
@@ -143,12 +155,18 @@ def name_orphans() -> list[str]:
 def describe(pid: int) -> str:
     """What Linux knows of a process, and the end of what it said after it was asked where it is."""
     process = Path("/proc") / str(pid)
-    facts = [f"pid {pid}: {(process / 'cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"]
+    facts = [
+        f"pid {pid}: {(process / 'cmdline').read_bytes().replace(bytes(1), b' ').decode(errors='replace')}"
+    ]
     facts += [
-        line for line in (process / "status").read_text().splitlines() if line.startswith(("State", "Sig", "PPid"))
+        line
+        for line in (process / "status").read_text().splitlines()
+        if line.startswith(("State", "Sig", "PPid"))
     ]
     facts += [f"{name}: {_read(process / name)}" for name in ("wchan", "stack", "syscall")]
-    facts += [f"thread {task.name}: {_read(task / 'wchan')}" for task in (process / "task").iterdir()]
+    facts += [
+        f"thread {task.name}: {_read(task / 'wchan')}" for task in (process / "task").iterdir()
+    ]
     os.kill(pid, signal.SIGUSR2)
     time.sleep(1)
     return "\n".join([*facts, _read(process / "fd" / "2")[-4000:]])

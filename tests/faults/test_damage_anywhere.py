@@ -25,7 +25,12 @@ from trainer_kit.testing import TinyModule
 
 FLIPS = int(os.environ.get("FLIPS", "2000"))
 LIMIT = pytest.mark.timeout(0 if "FLIPS" in os.environ else 120)
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 NEWEST, BEFORE = "step-00000006", "step-00000004"
 POSIX = sys.platform != "win32"
 
@@ -103,7 +108,10 @@ def exchange(draw, file):
 
 
 def foreign(draw, file):
-    (file.parent / draw.choice(["notes.txt", "optimizer-9.safetensors", ".hidden", "\udcff", "a\nb"])).write_text("x")
+    (
+        file.parent
+        / draw.choice(["notes.txt", "optimizer-9.safetensors", ".hidden", "\udcff", "a\nb"])
+    ).write_text("x")
 
 
 def directory(draw, file):
@@ -165,7 +173,9 @@ def test_every_one_is_noticed_and_the_checkpoint_before_is_taken(kept, flips):
             error = refusal(check, newest)
             assert error is not None, f"not noticed: {case}"
             assert error.reason, case
-            if damage is not exchange or file.name != "manifest.json":  # which is right about itself, not about others
+            if (
+                damage is not exchange or file.name != "manifest.json"
+            ):  # which is right about itself, not about others
                 manifest_gone = damage is delete and file.name == "manifest.json"
                 assert error.file == str(newest if manifest_gone else file), case
         found, damaged = newest_verified(kept)
@@ -196,7 +206,9 @@ def test_a_run_continues_from_the_checkpoint_before_the_damaged_one(kept, capsys
     assert os.path.lexists(kept / f"{NEWEST}.damaged")
 
 
-@pytest.mark.parametrize("damage", [damage for damage in KINDS if damage not in (foreign, exchange)])
+@pytest.mark.parametrize(
+    "damage", [damage for damage in KINDS if damage not in (foreign, exchange)]
+)
 def test_the_index_is_not_needed(kept, damage):
     mark(kept, best=kept / BEFORE)
     damage(random.Random(1), kept / "index.json")
@@ -257,7 +269,9 @@ def test_an_unreadable_checkpoint_is_neither_damaged_nor_skipped(whole, name):
                     os.setgid(65534)
                     os.setuid(65534)
                 error = refusal(newest_verified, kept)
-                code = 0 if error and "Permission denied" in str(error) and NEWEST in error.file else 8
+                code = (
+                    0 if error and "Permission denied" in str(error) and NEWEST in error.file else 8
+                )
             finally:
                 os._exit(code)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

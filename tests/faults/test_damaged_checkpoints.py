@@ -15,7 +15,12 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 BATCHES = [torch.ones(2, 32)] * 6
 
 
@@ -27,10 +32,19 @@ def flip(file):
 
 DAMAGES = {
     "bit": (lambda path: flip(path / "model.safetensors"), "model.safetensors: damaged: checksum"),
-    "cut": (lambda path: os.truncate(path / "model.safetensors", 9), "model.safetensors: 9 bytes, but"),
+    "cut": (
+        lambda path: os.truncate(path / "model.safetensors", 9),
+        "model.safetensors: 9 bytes, but",
+    ),
     "gone": (lambda path: (path / "state.json").unlink(), "state.json: the file is missing"),
-    "empty": (lambda path: (path / "manifest.json").write_bytes(b""), "manifest.json: damaged JSON"),
-    "manifest": (lambda path: (path / "manifest.json").unlink(), "step-00000006: not a checkpoint: it has no manifest"),
+    "empty": (
+        lambda path: (path / "manifest.json").write_bytes(b""),
+        "manifest.json: damaged JSON",
+    ),
+    "manifest": (
+        lambda path: (path / "manifest.json").unlink(),
+        "step-00000006: not a checkpoint: it has no manifest",
+    ),
 }
 
 
@@ -107,7 +121,12 @@ def test_a_run_in_a_new_directory_takes_no_checkpoint_of_another_one(tmp_path, c
     trainer = fit(tmp_path / "two", epochs=2, ckpt_path="last", default_root_dir=tmp_path)
     assert trainer.global_step == 12
     assert f"no checkpoint is in {tmp_path / 'two'} yet" in capsys.readouterr().out
-    assert sorted(os.listdir(old)) == ["index.json", "step-00000002", "step-00000004", "step-00000006"]
+    assert sorted(os.listdir(old)) == [
+        "index.json",
+        "step-00000002",
+        "step-00000004",
+        "step-00000006",
+    ]
 
 
 @pytest.mark.world_size(2)
@@ -126,7 +145,11 @@ def test_all_ranks_fall_back_together(tmp_path):
 
 def test_a_clock_that_is_set_back_hides_no_newer_run(tmp_path, capsys, monkeypatch):
     def run(steps, ckpt_path=None):
-        options = {**QUIET, "callbacks": ModelCheckpoint(save_top_k=-1), "default_root_dir": tmp_path}
+        options = {
+            **QUIET,
+            "callbacks": ModelCheckpoint(save_top_k=-1),
+            "default_root_dir": tmp_path,
+        }
         Trainer(max_steps=steps, **options).fit(TinyModule(), BATCHES, ckpt_path=ckpt_path)
 
     with monkeypatch.context() as ahead:
@@ -136,4 +159,7 @@ def test_a_clock_that_is_set_back_hides_no_newer_run(tmp_path, capsys, monkeypat
     (tmp_path / "checkpoints" / "index.json").unlink()
     capsys.readouterr()
     run(6, "last")
-    assert f"resuming from step 2 ({tmp_path / 'checkpoints' / 'step-00000002'})" in capsys.readouterr().out
+    assert (
+        f"resuming from step 2 ({tmp_path / 'checkpoints' / 'step-00000002'})"
+        in capsys.readouterr().out
+    )

@@ -21,7 +21,12 @@ from trainer_kit.testing import TinyModule
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
 BATCHES = [torch.ones(2, 32)] * 6
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 TRAINS = """
 import sys, time
 import torch
@@ -87,7 +92,9 @@ class Looks(Callback):
 
 def fit(directory, *callbacks, **options):
     trainer = Trainer(
-        max_epochs=1, callbacks=[ModelCheckpoint(directory, every_n_train_steps=3), *callbacks], **{**QUIET, **options}
+        max_epochs=1,
+        callbacks=[ModelCheckpoint(directory, every_n_train_steps=3), *callbacks],
+        **{**QUIET, **options},
     )
     trainer.fit(TinyModule(), BATCHES)
     return trainer
@@ -120,24 +127,38 @@ def test_several_directories_are_held(tmp_path):
 
 
 def test_a_run_that_writes_no_checkpoints_neither_locks_nor_makes_anything(tmp_path):
-    Trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False, **QUIET).fit(TinyModule(), BATCHES)
-    Trainer(fast_dev_run=True, default_root_dir=tmp_path, callbacks=ModelCheckpoint(tmp_path / "a"), **QUIET).fit(
+    Trainer(max_epochs=1, default_root_dir=tmp_path, enable_checkpointing=False, **QUIET).fit(
         TinyModule(), BATCHES
     )
+    Trainer(
+        fast_dev_run=True,
+        default_root_dir=tmp_path,
+        callbacks=ModelCheckpoint(tmp_path / "a"),
+        **QUIET,
+    ).fit(TinyModule(), BATCHES)
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls")
+@pytest.mark.skipif(
+    sys.platform == "win32", reason="a dead process is told from a living one by POSIX calls"
+)
 def test_two_runs_one_directory(tmp_path):
     command = [sys.executable, "-c", TRAINS, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=ENVIRONMENT, text=True) as first:
         assert first.stdout is not None
         assert first.stdout.readline() == "trained\n"
-        while (before := sorted(os.listdir(tmp_path))) != [LOCK, "index.json", "run.json", "step-00000002"]:
+        while (before := sorted(os.listdir(tmp_path))) != [
+            LOCK,
+            "index.json",
+            "run.json",
+            "step-00000002",
+        ]:
             time.sleep(0.01)  # its save of step 2 goes on behind its third step
         looks = Looks(tmp_path)
         began = time.monotonic()
-        with pytest.raises(CheckpointError, match=f"locked by pid {first.pid} on host .* since 20") as caught:
+        with pytest.raises(
+            CheckpointError, match=f"locked by pid {first.pid} on host .* since 20"
+        ) as caught:
             fit(tmp_path, looks)
         # Not a measurement: a refusal that waited for the first run would take 100 s.
         assert time.monotonic() - began < 50
@@ -158,7 +179,13 @@ def test_leftovers_of_a_dead_run_are_discarded_and_reported_once(tmp_path, capsy
     (tmp_path / ".mine.tmp").mkdir()
     assert len(os.listdir(tmp_path)) == 2
     fit(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [".mine.tmp", "index.json", "run.json", "step-00000003", "step-00000006"]
+    assert sorted(os.listdir(tmp_path)) == [
+        ".mine.tmp",
+        "index.json",
+        "run.json",
+        "step-00000003",
+        "step-00000006",
+    ]
     assert capsys.readouterr().out == f"discarded 1 incomplete save (step 9) in {tmp_path}\n"
 
 
@@ -185,7 +212,9 @@ def unwritable(kind, tmp_path):
     return (
         directory,
         undo,
-        "not permitted" if kind == "immutable" else "no checkpoint can be written here: Read-only file system",
+        "not permitted"
+        if kind == "immutable"
+        else "no checkpoint can be written here: Read-only file system",
     )
 
 
@@ -209,12 +238,16 @@ def test_an_unwritable_directory_is_an_error_before_the_first_step(tmp_path, kin
 @pytest.mark.skipif(sys.platform == "win32", reason="permissions are POSIX's")
 @pytest.mark.parametrize("below", ["", "a/b"])
 def test_a_directory_without_write_permission_is_an_error_before_the_first_step(programs, below):
-    place = Path(tempfile.mkdtemp(dir="/tmp"))  # every user gets there, unlike to a directory of pytest's
+    place = Path(
+        tempfile.mkdtemp(dir="/tmp")
+    )  # every user gets there, unlike to a directory of pytest's
     try:
         place.chmod(0o755)
         (closed := place / "closed").mkdir(0o555)
         ran = programs.run_code(IS_REFUSED, str(closed), str(closed / below))
-        assert ran.stdout.startswith(f"{closed / below}: no checkpoint can be written here: Permission denied"), ran
+        assert ran.stdout.startswith(
+            f"{closed / below}: no checkpoint can be written here: Permission denied"
+        ), ran
         assert "a step" not in ran.stdout
         assert os.listdir(closed) == []
     finally:

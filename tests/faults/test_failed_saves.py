@@ -21,7 +21,12 @@ from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import CheckpointError
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 BATCHES = [torch.ones(2, 64)] * 8
 
 SCRIPT = """
@@ -120,7 +125,9 @@ class Disk(Callback):
 def fit(directory, breaks, *callbacks, **options):
     keeper = ModelCheckpoint(directory, **{"every_n_train_steps": 2, **options})
     disk = Disk(directory)
-    trainer = Trainer(max_epochs=1, callbacks=[keeper, breaks, disk, *callbacks], log_every_n_steps=1, **QUIET)
+    trainer = Trainer(
+        max_epochs=1, callbacks=[keeper, breaks, disk, *callbacks], log_every_n_steps=1, **QUIET
+    )
     trainer.fit(Wide(), BATCHES)
     return trainer, keeper, disk.seen
 
@@ -130,7 +137,12 @@ def test_training_continues_and_the_next_interval_tries_again(tmp_path, capsys, 
     trainer, keeper, seen = fit(tmp_path, Breaks({3, 4, 5, 6}, monkeypatch, error))
     assert trainer.global_step == 8
     assert seen == {0: [], 1: [], 2: [2], 3: [2], 4: [2], 5: [2], 6: [2], 7: [2], "end": [2, 8]}
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "run.json", "step-00000002", "step-00000008"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "index.json",
+        "run.json",
+        "step-00000002",
+        "step-00000008",
+    ]
     verify_checkpoint(keeper.best_model_path)
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2
@@ -183,7 +195,9 @@ def test_several_failed_saves_in_a_row_leave_no_trace_among_the_best(tmp_path, m
     trainer = Trainer(max_epochs=1, callbacks=[keeper, breaks], log_every_n_steps=1, **QUIET)
     trainer.fit(Scored(0.6, 0.4, 0.3, 0.2, 0.55, 0.5, 0.45, 0.58), BATCHES)
     assert all(Path(path).is_dir() for path in keeper.best_k_models)
-    assert [float(score) for score in keeper.best_k_models.values()] == pytest.approx([0.5, 0.45][-keep:])
+    assert [float(score) for score in keeper.best_k_models.values()] == pytest.approx(
+        [0.5, 0.45][-keep:]
+    )
     assert keeper.best_model_path == str(tmp_path / "step-00000007")
     assert [record.step for record in checkpoints(tmp_path)] == [6, 7]
     assert lookup(tmp_path, "best") == tmp_path / "step-00000007"
@@ -246,13 +260,22 @@ def test_a_process_beyond_its_file_size_limit(tmp_path, programs):
     result = programs.run_code(SCRIPT, str(tmp_path))
     assert result.returncode == 0, result.stderr
     failed, trained = result.stdout.splitlines()
-    assert re.search(r"step-00000004: File too large \(need 8\d\.\d kB", failed)  # 65.8 kB of them are weights
+    assert re.search(
+        r"step-00000004: File too large \(need 8\d\.\d kB", failed
+    )  # 65.8 kB of them are weights
     assert trained == "trained 7"
-    assert sorted(os.listdir(tmp_path)) == ["index.json", "run.json", "step-00000002", "step-00000006"]
+    assert sorted(os.listdir(tmp_path)) == [
+        "index.json",
+        "run.json",
+        "step-00000002",
+        "step-00000006",
+    ]
     verify_checkpoint(tmp_path / "step-00000006")
 
 
-@pytest.mark.parametrize(("size", "reason"), [("size=300k", "No space"), ("size=1m,nr_inodes=26", "No space")])
+@pytest.mark.parametrize(
+    ("size", "reason"), [("size=300k", "No space"), ("size=1m,nr_inodes=26", "No space")]
+)
 def test_a_full_disk(tmp_path, capsys, size, reason):
     disk = tmp_path / "disk"
 
@@ -302,7 +325,11 @@ def test_all_ranks_report_a_failed_save(tmp_path, strategy):
                 (tmp_path / "away").rename(tmp_path / "at")
 
     trainer = Trainer(
-        max_epochs=1, callbacks=[Asks(), OneDiskFails()], strategy=strategy, enable_checkpointing=False, **QUIET
+        max_epochs=1,
+        callbacks=[Asks(), OneDiskFails()],
+        strategy=strategy,
+        enable_checkpointing=False,
+        **QUIET,
     )
     trainer.fit(Wide(), [torch.ones(2, 64)] * 8)
     assert told == [("saved", 1), ("failed", 2), ("saved", 3), ("saved", 4)]

@@ -20,7 +20,9 @@ from trainer_kit.checkpoint.read import read_checkpoint, verify_checkpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.testing import TinyModule
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded by RLIMIT_AS, links by /proc")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux", reason="memory is bounded by RLIMIT_AS, links by /proc"
+)
 
 PROGRAM = Path(__file__).with_name("hostile.py")
 HOSTILE, WAYS = int(os.environ.get("HOSTILE", "1000")), 99 if "HOSTILE" in os.environ else 4
@@ -29,17 +31,30 @@ SECONDS = 200
 """CPU seconds that each process may take for its share of the cases. A reading that waits is ended after 20 s."""
 MEMORY = 600_000_000
 """Bytes that reading any of them may take: a state.json of 10 MB that is all lists is the hungriest of them."""
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 
 
-@pytest.mark.timeout(0)  # a busy machine is no fault of a reading: the programs bound their CPU time
+@pytest.mark.timeout(
+    0
+)  # a busy machine is no fault of a reading: the programs bound their CPU time
 def test_nothing_is_executed_and_all_of_it_is_refused_or_read(tmp_path):
     share = -(-HOSTILE // PROCESSES)
     environment = {**os.environ, "PYTHONPATH": str(PROGRAM.parents[2]), "OMP_NUM_THREADS": "1"}
     programs = []
     for number in range(PROCESSES):
         (directory := tmp_path / str(number)).mkdir()
-        command = [sys.executable, str(PROGRAM), str(directory), "hostile", *map(str, (number * share, share, WAYS))]
+        command = [
+            sys.executable,
+            str(PROGRAM),
+            str(directory),
+            "hostile",
+            *map(str, (number * share, share, WAYS)),
+        ]
         # Into files: a pipe that is read after the other's would fill, and its program wait.
         told, said = (open(tmp_path / f"{name}-{number}", "w+") for name in ("told", "said"))  # noqa: SIM115
         program = subprocess.Popen(command, stdout=told, stderr=said, text=True, env=environment)
@@ -63,7 +78,9 @@ def test_nothing_is_executed_and_all_of_it_is_refused_or_read(tmp_path):
         assert case["grown"] < MEMORY, case
     assert not list(tmp_path.glob("*/canary"))
     endings = Counter(ending for case in cases for ending in case["endings"].values())
-    assert min(endings["ok"], endings["refused"]) > sum(endings.values()) / 5, f"a draw that tests little: {endings}"
+    assert min(endings["ok"], endings["refused"]) > sum(endings.values()) / 5, (
+        f"a draw that tests little: {endings}"
+    )
 
 
 def fit(directory, steps, ckpt_path=None):

@@ -96,7 +96,11 @@ def plain(value: Any, root: Path) -> Any:
 
 def steps(root: Path) -> dict[int, list[str]]:
     """By rank, a line for each batch that was trained on: step, ids of samples, bits of the loss."""
-    return {rank: file.read_text().splitlines() for rank in (0, 1) if (file := root / f"steps-{rank}").exists()}
+    return {
+        rank: file.read_text().splitlines()
+        for rank in (0, 1)
+        if (file := root / f"steps-{rank}").exists()
+    }
 
 
 def outcome(root: Path) -> dict[str, Any]:
@@ -110,7 +114,10 @@ def outcome(root: Path) -> dict[str, Any]:
             state = read_checkpoint(kept / name)
             del state["progress"]["seconds"]
             states[name] = plain(state, root)
-    journal = [{k: v for k, v in record.items() if k != "time"} for record in read_journal(root / "journal.jsonl")]
+    journal = [
+        {k: v for k, v in record.items() if k != "time"}
+        for record in read_journal(root / "journal.jsonl")
+    ]
     return {
         "names": names,
         "index": json.loads((kept / "index.json").read_text()),
@@ -132,7 +139,9 @@ def assert_same(one: Any, other: Any, at: str = "") -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Any, float]]:
+def undisturbed(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[Any, float]]:
     """By the number of ranks, and a strategy: how a run ends that nobody kills, and how many seconds it takes."""
 
     @cache
@@ -141,7 +150,9 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cal
         answer = server.run(directory, SCRIPT, ranks, words)
         assert answer["ended"] == [0] * ranks, said(directory)
         whole = outcome(directory)
-        count = STEPS[1 if "pp" in words else ranks]  # the stages of a pipeline take the same batches
+        count = STEPS[
+            1 if "pp" in words else ranks
+        ]  # the stages of a pipeline take the same batches
         assert {len(lines) for lines in whole["steps"].values()} == {count}, "every step once"
         assert len(whole["states"]) <= 3, "the best two and the last"
         return whole, answer["seconds"]
@@ -165,7 +176,9 @@ def attempt(server: Server, directory: Path, **kill: Any) -> bool:
     tracebacks = [text for text in tracebacks if "resource_sharer.py" not in text]
     assert not tracebacks, said(directory)
     trained = steps(directory).get(0, [])[before:]
-    assert not trained or int(trained[0].split()[0]) == newest, f"not from the newest checkpoint\n{said(directory)}"
+    assert not trained or int(trained[0].split()[0]) == newest, (
+        f"not from the newest checkpoint\n{said(directory)}"
+    )
     return ended != 0
 
 
@@ -181,7 +194,11 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
         # Runs are killed again and again until one ends; then another one begins.
         shutil.rmtree(directory, ignore_errors=True)
         while True:
-            kill: dict[str, Any] = {"point": draw.randint(1, 150)} if aimed else {"delay": draw.uniform(0, seconds / 2)}
+            kill: dict[str, Any] = (
+                {"point": draw.randint(1, 150)}
+                if aimed
+                else {"delay": draw.uniform(0, seconds / 2)}
+            )
             was_killed = attempt(server, directory, **(kill if killed < kills else {}))
             killed += was_killed
             if not was_killed:
@@ -190,7 +207,9 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
         number += 1
 
 
-def test_a_replaced_checkpoint_is_deleted_at_the_next_start(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_replaced_checkpoint_is_deleted_at_the_next_start(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
     kept = tmp_path / "kept"
 
     def fit() -> None:
@@ -206,7 +225,12 @@ def test_a_replaced_checkpoint_is_deleted_at_the_next_start(tmp_path: Path, monk
         patch.setattr("trainer_kit.checkpoint.commit.remove_checkpoint", die)
         with pytest.raises(SystemExit):
             fit()
-    assert sorted(os.listdir(kept)) == ["index.json", "step-00000001", "step-00000002", "step-00000003"]
+    assert sorted(os.listdir(kept)) == [
+        "index.json",
+        "step-00000001",
+        "step-00000002",
+        "step-00000003",
+    ]
     fit()
     assert sorted(os.listdir(kept)) == ["index.json", "step-00000002", "step-00000003"]
 
@@ -218,7 +242,9 @@ def test_every_moment_from_the_last_step_to_the_end(
     whole, _ = undisturbed(1)
     directory, before = tmp_path / "killed", tmp_path / "before"
     # Killed before it writes the line of its last step.
-    assert server.run(directory, SCRIPT, point=STEPS[1], within="steps-0")["ended"] == [-signal.SIGKILL]
+    assert server.run(directory, SCRIPT, point=STEPS[1], within="steps-0")["ended"] == [
+        -signal.SIGKILL
+    ]
     directory.rename(before)
     for point in range(1, 10_000, every):
         shutil.copytree(before, directory)
@@ -232,7 +258,9 @@ def test_every_moment_from_the_last_step_to_the_end(
     assert point > 60, "a start, a save and three deletions"
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(word, marks=pytest.mark.slow) for word in ("fsdp", "pp"))])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(word, marks=pytest.mark.slow) for word in ("fsdp", "pp"))]
+)
 def test_a_rank_is_killed_and_the_job_is_started_again(
     server: Server, undisturbed: Any, tmp_path: Path, strategy: str
 ) -> None:
@@ -240,9 +268,13 @@ def test_a_rank_is_killed_and_the_job_is_started_again(
     directory = tmp_path / "killed"
     kept = str(directory / "kept")
     # Under DDP rank 1 writes no checkpoint: its points are the steps that it trains on.
-    points = [(1, 3, "steps-1"), (0, 90, kept)] if strategy == "ddp" else [(1, 7, kept), (0, 90, kept)]
+    points = (
+        [(1, 3, "steps-1"), (0, 90, kept)] if strategy == "ddp" else [(1, 7, kept), (0, 90, kept)]
+    )
     for victim, point, within in points:
-        ended = server.run(directory, SCRIPT, 2, (strategy,), victim=victim, point=point, within=within)["ended"]
+        ended = server.run(
+            directory, SCRIPT, 2, (strategy,), victim=victim, point=point, within=within
+        )["ended"]
         assert ended[victim] == -signal.SIGKILL, said(directory)
         assert ended[1 - victim] not in (0, "hung"), said(directory)
     assert server.run(directory, SCRIPT, 2, (strategy,))["ended"] == [0, 0], said(directory)
@@ -266,11 +298,17 @@ def rank_of(agent: int, rank: int) -> int | None:
 def test_a_rank_of_a_plain_command_is_killed(undisturbed: Any, tmp_path: Path) -> None:
     whole, _ = undisturbed(2)
     (directory := tmp_path / "killed").mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "OMP_NUM_THREADS": "1",
+    }
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), "2"]
     for victim, lines in [(1, 3), (0, 7)]:
-        with subprocess.Popen(command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True) as agent:
+        with subprocess.Popen(
+            command, cwd=directory, env=environment, stderr=subprocess.PIPE, text=True
+        ) as agent:
             while len(steps(directory).get(victim, [])) < lines:
                 assert agent.poll() is None, agent.communicate()[1]
                 time.sleep(0.01)
@@ -279,6 +317,8 @@ def test_a_rank_of_a_plain_command_is_killed(undisturbed: Any, tmp_path: Path) -
             os.kill(pid, signal.SIGKILL)
             errors = agent.communicate()[1]
         assert agent.returncode == 128 + signal.SIGKILL
-        assert re.search(rf"^rank {victim} of 2 failed \(.*\): killed by SIGKILL", errors, re.MULTILINE), errors
+        assert re.search(
+            rf"^rank {victim} of 2 failed \(.*\): killed by SIGKILL", errors, re.MULTILINE
+        ), errors
     subprocess.run(command, cwd=directory, env=environment, check=True)
     assert_same(outcome(directory), whole)

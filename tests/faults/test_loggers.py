@@ -69,7 +69,9 @@ def fit(tmp_path, logger, steps=20, checkpoints=True, limit=None):
         logger=[CSVLogger(tmp_path, name="run", version=0), *([] if logger is None else [logger])],
         default_root_dir=tmp_path,
         log_every_n_steps=1,
-        callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)] if checkpoints else [],
+        callbacks=[ModelCheckpoint(tmp_path / "kept", every_n_train_steps=5, save_top_k=-1)]
+        if checkpoints
+        else [],
         enable_checkpointing=checkpoints,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -211,7 +213,9 @@ def close_times(monkeypatch):
 
 @pytest.mark.parametrize("method", ["log_hyperparams", "finalize"])
 @pytest.mark.parametrize("polls", [False, True])
-def test_a_close_does_not_wait_longer_for_a_call_that_hangs(tmp_path, capsys, released, monkeypatch, method, polls):
+def test_a_close_does_not_wait_longer_for_a_call_that_hangs(
+    tmp_path, capsys, released, monkeypatch, method, polls
+):
     """The limit of a first call was 60 seconds for these too."""
     monkeypatch.setattr(delivery, "_PATIENCE", 2.0)
     took = close_times(monkeypatch)
@@ -234,7 +238,9 @@ def test_a_close_ends_within_ten_seconds(tmp_path, released, monkeypatch):
     assert 9 < sum(took) < 15
 
 
-def test_a_run_that_a_signal_ends_does_not_wait_longer_for_a_first_call(tmp_path, released, monkeypatch):
+def test_a_run_that_a_signal_ends_does_not_wait_longer_for_a_first_call(
+    tmp_path, released, monkeypatch
+):
     monkeypatch.setattr(delivery, "_PATIENCE", 0.5)
     took = close_times(monkeypatch)
 
@@ -267,7 +273,9 @@ def test_values_are_replayed_in_order_when_the_logger_answers(tmp_path, capsys):
 
 
 def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, released, monkeypatch):
-    monkeypatch.setattr(delivery, "_KEPT", 40)  # the journal keeps ten times as many: all of this run
+    monkeypatch.setattr(
+        delivery, "_KEPT", 40
+    )  # the journal keeps ten times as many: all of this run
 
     def fault(name, count):
         if name == "log_metrics" and count == 3:
@@ -284,7 +292,9 @@ def test_values_beyond_the_queue_are_read_back_from_the_journal(tmp_path, releas
     )  # fmt: skip
     trainer.fit(Releases(), [torch.randn(2, 32) for _ in range(400)])
     records = read_journal(Path(str(trainer.log_dir)) / "journal.jsonl")
-    assert logger.values == [(record["step"], record["loss"]) for record in records if "loss" in record]
+    assert logger.values == [
+        (record["step"], record["loss"]) for record in records if "loss" in record
+    ]
     assert [step for step, _ in logger.values] == list(range(1, 401))
 
 
@@ -299,7 +309,9 @@ def test_values_that_cannot_be_read_back_are_counted(tmp_path, capsys, released,
     class Removes(Logs):
         def on_train_end(self):
             deadline = time.monotonic() + 60
-            while len(journal(tmp_path)) < 400 and time.monotonic() < deadline:  # a later line would make a new file
+            while (
+                len(journal(tmp_path)) < 400 and time.monotonic() < deadline
+            ):  # a later line would make a new file
                 time.sleep(0.01)
             (tmp_path / "run" / "version_0" / "journal.jsonl").unlink()
             released.set()
@@ -356,7 +368,9 @@ def test_values_that_a_logger_refuses_are_left_out(tmp_path, capsys):
     Refuses.__name__ = "Faulty"
     logger = Refuses(lambda name, count: None)
     fit(tmp_path, logger)
-    assert logger.values == [(step, loss) for step, loss in journal(tmp_path) if step not in (3, 20)]
+    assert logger.values == [
+        (step, loss) for step, loss in journal(tmp_path) if step not in (3, 20)
+    ]
     assert "KeyError: 'accuracy'" in lines_about(capsys, "Faulty")[0]
 
 
@@ -385,7 +399,9 @@ def test_hyperparameters_that_a_logger_refuses_end_the_entry_point_at_its_start(
     assert not lines_about(capsys, "Faulty")  # training does not continue
 
 
-def test_hyperparameters_refused_too_late_are_reported_in_a_line(tmp_path, capsys, hurried, released):
+def test_hyperparameters_refused_too_late_are_reported_in_a_line(
+    tmp_path, capsys, hurried, released
+):
     def fault(name, count):
         if name == "log_hyperparams" and count == 1:
             released.wait()
@@ -559,9 +575,13 @@ def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path
     at the latest, and the resumed run is answered at 17."""
     directory = tmp_path / "run"
     assert server.run(directory, RESUMED)["ended"] == [-signal.SIGKILL]
-    first, second = (directory / f"trainer_kit_logs/version_{number}/journal.jsonl" for number in (0, 1))
+    first, second = (
+        directory / f"trainer_kit_logs/version_{number}/journal.jsonl" for number in (0, 1)
+    )
     records = [record for record in read_journal(first) if "loss" in record]
-    assert [record["step"] for record in records][:10] == list(range(1, 11))  # the checkpoint of step 10 is durable
+    assert [record["step"] for record in records][:10] == list(
+        range(1, 11)
+    )  # the checkpoint of step 10 is durable
     assert not (directory / "tracker").exists()
     assert server.run(directory, RESUMED)["ended"] == [0], (directory / "said-0").read_text()
     records = [record for record in read_journal(second) if "loss" in record]
@@ -573,7 +593,12 @@ def test_the_tracker_gets_its_values_in_order_after_a_kill_and_a_resume(tmp_path
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize(
     ("kind", "method"),
-    [("raises", "log_metrics"), ("blocks", "log_hyperparams"), ("blocks", "save"), ("blocks", "finalize")],
+    [
+        ("raises", "log_metrics"),
+        ("blocks", "log_hyperparams"),
+        ("blocks", "save"),
+        ("blocks", "finalize"),
+    ],
 )
 def test_a_faulty_logger_on_rank_zero_blocks_no_rank(tmp_path, kind, method):
     released, first = threading.Event(), torch.distributed.get_rank() == 0
@@ -599,7 +624,9 @@ def test_a_faulty_logger_on_rank_zero_blocks_no_rank(tmp_path, kind, method):
         assert len(list((tmp_path / "kept").glob("step*"))) == 4
     released.set()  # what a logger that blocks did not take arrives in order
     deadline = time.monotonic() + 10
-    while first and kind == "blocks" and logger.calls["finalize"] == 0 and time.monotonic() < deadline:
+    while (
+        first and kind == "blocks" and logger.calls["finalize"] == 0 and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     if first and kind == "blocks":
         assert logger.values == journal(tmp_path)

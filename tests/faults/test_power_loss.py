@@ -37,7 +37,12 @@ pytestmark = pytest.mark.skipif(
 )
 LOSSES = int(os.environ.get("LOSSES", "6"))
 SHUT_DOWN, WITHOUT_JOURNAL = 0x8004587D, 2  # EXT4_IOC_SHUTDOWN and its flag
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+QUIET = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "log_every_n_steps": 1,
+}
 
 
 class Reports:
@@ -63,7 +68,13 @@ class Logs(TinyModule):
 def fit(directory, steps, keep, logger=False, ckpt_path=None):
     # With lr=0.1 the loss is infinite at step 54, and a fast machine gets there before the power fails.
     keeper = ModelCheckpoint(directory / "kept", every_n_train_steps=1, save_top_k=keep)
-    trainer = Trainer(max_steps=steps, callbacks=keeper, logger=logger, default_root_dir=directory / "run", **QUIET)
+    trainer = Trainer(
+        max_steps=steps,
+        callbacks=keeper,
+        logger=logger,
+        default_root_dir=directory / "run",
+        **QUIET,
+    )
     trainer.fit(Logs(lr=0.01), [torch.ones(2, 32)] * 50, ckpt_path=ckpt_path)
     return trainer
 
@@ -108,7 +119,9 @@ def test_reported_checkpoints_survive_a_power_loss(tmp_path, capsys, keep):
             try:
                 assert select.select([reading], [], [], 60)[0], "nothing was saved in a minute"
                 time.sleep(draw.uniform(0, 0.4))
-                before = os.read(reading, 1 << 20)  # no process reports anything once its machine is off
+                before = os.read(
+                    reading, 1 << 20
+                )  # no process reports anything once its machine is off
                 lose_power(disk)
             finally:
                 os.kill(pid, signal.SIGKILL)
@@ -123,7 +136,9 @@ def test_reported_checkpoints_survive_a_power_loss(tmp_path, capsys, keep):
             assert not damaged, number
             step = read_info(found)["step"]
             assert step >= int(paths[-1].name[-8:]), number
-            records = read_journal(disk / "run" / "trainer_kit_logs" / "version_0" / "journal.jsonl")
+            records = read_journal(
+                disk / "run" / "trainer_kit_logs" / "version_0" / "journal.jsonl"
+            )
             logged = [record["step"] for record in records if "loss" in record]
             assert logged[:step] == list(range(1, step + 1)), number
             assert fit(disk, step + 2, keep, ckpt_path="last").global_step == step + 2
@@ -140,12 +155,16 @@ def test_the_message_about_a_full_disk_is_true(tmp_path, capsys):
     with mounted(disk, "-t", "tmpfs", "-o", f"size={size}", "none"):
         fit(disk, 1, -1)
         [first] = (path for path in (disk / "kept").iterdir() if path.is_dir())
-        needed = sum(file.stat().st_size for file in first.iterdir() if file.name != "manifest.json")
+        needed = sum(
+            file.stat().st_size for file in first.iterdir() if file.name != "manifest.json"
+        )
         (disk / "other").write_bytes(bytes(shutil.disk_usage(disk).free - needed // 2))
         free = shutil.disk_usage(disk).free
         fit(disk, 2, -1, ckpt_path="last")
         said = capsys.readouterr().out
-        found = re.search(r"No space left on device \(need ([\d.]+) kB, free ([\d.]+) k?B\); kept step 1; ", said)
+        found = re.search(
+            r"No space left on device \(need ([\d.]+) kB, free ([\d.]+) k?B\); kept step 1; ", said
+        )
         assert found, said
         assert float(found[1]) == pytest.approx(needed / 1000, rel=0.05)
         assert abs(float(found[2]) * 1000 - free) < 10_000 or abs(float(found[2]) - free) < 10_000

@@ -25,7 +25,12 @@ from trainer_kit.checkpoint.store import checkpoints, lookup
 from trainer_kit.core.errors import CheckpointError, ConfigurationError
 from trainer_kit.core.location import locate
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,14 +79,19 @@ def loader():
 def fit(dirpath, ckpt_path=None, callbacks=(), max_steps=14, **options):
     tk.seed_everything(11)
     keeper = ModelCheckpoint(dirpath, **{"every_n_train_steps": 1, "save_top_k": -1, **options})
-    trainer = Trainer(max_steps=max_steps, callbacks=[keeper, *callbacks], log_every_n_steps=1, **QUIET)
+    trainer = Trainer(
+        max_steps=max_steps, callbacks=[keeper, *callbacks], log_every_n_steps=1, **QUIET
+    )
     module = Net()
     trainer.fit(module, loader(), ckpt_path=ckpt_path)
     return trainer, keeper, module
 
 
 def same(one, two):
-    return all(torch.equal(a, b) for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True))
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+    )
 
 
 def test_a_resume_from_a_url_equals_the_uninterrupted_run():
@@ -120,17 +130,26 @@ def test_the_root_directory_is_a_url(capsys, tmp_path, monkeypatch):
     trainer.save_checkpoint("memory://team/root/mine")
     assert read_checkpoint("memory://team/root/mine")["progress"]["step"] == 7
     Trainer(**{**options, "max_epochs": 2}).fit(Net(), loader(), ckpt_path="last")
-    assert "resuming from step 7 (memory://team/root/checkpoints/step-00000007)" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"], "which run it is stays on this machine"
+    assert (
+        "resuming from step 7 (memory://team/root/checkpoints/step-00000007)"
+        in capsys.readouterr().out
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"], (
+        "which run it is stays on this machine"
+    )
 
 
 def test_loggers_stay_on_this_machine_and_say_so(tmp_path):
-    with pytest.raises(ConfigurationError, match="loggers write to local directories only") as caught:
+    with pytest.raises(
+        ConfigurationError, match="loggers write to local directories only"
+    ) as caught:
         Trainer(default_root_dir="memory://team/root")
     assert 'logger=TensorBoardLogger("logs") or logger=False' in str(caught.value)
     logger = tk.loggers.CSVLogger(tmp_path / "logs")
     options = {**QUIET, "logger": logger}
-    Trainer(default_root_dir="memory://team/root", max_epochs=1, log_every_n_steps=1, **options).fit(Net(), loader())
+    Trainer(
+        default_root_dir="memory://team/root", max_epochs=1, log_every_n_steps=1, **options
+    ).fit(Net(), loader())
     assert len(checkpoints("memory://team/root/checkpoints")) == 1
     assert logger.path.exists()
     assert not list(tmp_path.rglob("checkpoints"))
@@ -152,9 +171,14 @@ def test_storage_without_write_access_is_refused_before_the_first_step(bucket):
     bucket.before = staticmethod(refuse)
     module = Net()
     with pytest.raises(CheckpointError, match="no checkpoint can be written here: 403 Forbidden"):
-        Trainer(max_epochs=1, callbacks=ModelCheckpoint("bucket://run"), **QUIET).fit(module, loader())
+        Trainer(max_epochs=1, callbacks=ModelCheckpoint("bucket://run"), **QUIET).fit(
+            module, loader()
+        )
     assert module.losses == []
-    for make in (lambda: ModelCheckpoint("s4://run"), lambda: Trainer(default_root_dir="s4://run", **QUIET)):
+    for make in (
+        lambda: ModelCheckpoint("s4://run"),
+        lambda: Trainer(default_root_dir="s4://run", **QUIET),
+    ):
         with pytest.raises(ConfigurationError, match="s4:// is an unknown storage protocol"):
             make()
 
@@ -162,7 +186,9 @@ def test_storage_without_write_access_is_refused_before_the_first_step(bucket):
 def test_a_second_run_in_one_directory_is_refused(bucket):
     class Meets(Callback):
         def on_train_start(self, trainer, module):
-            with pytest.raises(CheckpointError, match=rf"bucket://run: locked by pid {os.getpid()} on host"):
+            with pytest.raises(
+                CheckpointError, match=rf"bucket://run: locked by pid {os.getpid()} on host"
+            ):
                 fit("bucket://run")
 
     fit("bucket://run", callbacks=[Meets()], max_steps=1)
@@ -213,7 +239,9 @@ class Breaks(Callback):
 @pytest.mark.parametrize("error", [ConnectionError("reset by peer"), RuntimeError("reset by peer")])
 def test_a_failed_upload_is_reported_and_training_continues(bucket, capsys, after, error):
     breaks = Breaks(bucket, {3, 4, 5, 6}, after, error)
-    trainer, keeper, _ = fit("bucket://run", callbacks=[breaks], max_steps=8, every_n_train_steps=2, save_top_k=1)
+    trainer, keeper, _ = fit(
+        "bucket://run", callbacks=[breaks], max_steps=8, every_n_train_steps=2, save_top_k=1
+    )
     assert trainer.global_step == 8
     lines = capsys.readouterr().out.splitlines()
     if not breaks.raised:
@@ -240,7 +268,8 @@ def test_a_storage_that_is_out_of_reach_for_a_while(bucket, capsys):
     assert trainer.global_step == 7
     lines = capsys.readouterr().out.splitlines()
     assert [line.split(";")[0] for line in lines] == [
-        f"save of step {step} failed: bucket://run/step-{step:08d}: no route to host (need 0 B)" for step in (3, 4, 5)
+        f"save of step {step} failed: bucket://run/step-{step:08d}: no route to host (need 0 B)"
+        for step in (3, 4, 5)
     ]
     assert steps() == [6, 7]
     assert owner_of("bucket://run") is None
@@ -248,7 +277,11 @@ def test_a_storage_that_is_out_of_reach_for_a_while(bucket, capsys):
 
 def test_a_failed_deletion_is_retried_later(bucket, recwarn, capsys):
     def before(operation, key):
-        if operation == "delete" and key == "run/step-00000002/manifest.json" and bucket.done[-1][0] != "delete":
+        if (
+            operation == "delete"
+            and key == "run/step-00000002/manifest.json"
+            and bucket.done[-1][0] != "delete"
+        ):
             bucket.unreachable = True
             raise ConnectionError("reset by peer")
 
@@ -267,7 +300,12 @@ def test_a_failed_deletion_is_retried_later(bucket, recwarn, capsys):
 
 
 def test_files_of_a_failed_upload_are_deleted_at_the_next_start(bucket, capsys):
-    fit("bucket://run", callbacks=[Breaks(bucket, {3, 4}, at="state.json")], max_steps=6, every_n_train_steps=2)
+    fit(
+        "bucket://run",
+        callbacks=[Breaks(bucket, {3, 4}, at="state.json")],
+        max_steps=6,
+        every_n_train_steps=2,
+    )
     assert steps() == [2, 6]
     left = [entry.name for entry in locate("bucket://run").iterdir() if entry.name.startswith(".")]
     assert len(left) == 1
@@ -292,12 +330,21 @@ def test_the_best_is_not_lost_to_one_that_was_never_written(bucket):
 
 def test_the_order_of_one_save_and_prune(bucket):
     fit("bucket://run", max_steps=3, save_top_k=1)
-    names = [(operation, re.sub(r"\.\d+-\w+", "", key.removeprefix("run/"))) for operation, key in bucket.done]
+    names = [
+        (operation, re.sub(r"\.\d+-\w+", "", key.removeprefix("run/")))
+        for operation, key in bucket.done
+    ]
     saved = names.index(("put", "step-00000003/manifest.json"))
     indexed = names.index(("put", "index.json"), saved)
     pruned = names.index(("delete", "step-00000001/manifest.json"))
-    uploads = [place for place, (operation, key) in enumerate(names) if key.startswith("step-00000003/")]
-    deletions = [place for place, (operation, key) in enumerate(names) if operation == "delete" and "1/" in key]
+    uploads = [
+        place for place, (operation, key) in enumerate(names) if key.startswith("step-00000003/")
+    ]
+    deletions = [
+        place
+        for place, (operation, key) in enumerate(names)
+        if operation == "delete" and "1/" in key
+    ]
     assert max(uploads) == saved < indexed < pruned == min(deletions)
 
 
@@ -314,13 +361,21 @@ def test_a_flipped_byte_costs_one_interval(bucket, capsys):
     assert resumed.losses == whole.losses[13:]
     assert same(resumed, whole)
     assert steps() == list(range(1, 15))
-    assert (bucket.directory / "run" / "step-00000014.damaged" / "model.safetensors").read_bytes() == data
+    assert (
+        bucket.directory / "run" / "step-00000014.damaged" / "model.safetensors"
+    ).read_bytes() == data
 
 
 @pytest.mark.world_size(2)
 def test_two_ranks(tmp_path):
     Bucket.open_at(tmp_path / "objects")
-    options = {"max_epochs": 1, "strategy": "ddp", "devices": 2, "enable_progress_bar": False, **QUIET}
+    options = {
+        "max_epochs": 1,
+        "strategy": "ddp",
+        "devices": 2,
+        "enable_progress_bar": False,
+        **QUIET,
+    }
     for epochs in (1, 2):
         keeper = ModelCheckpoint("bucket://run", every_n_train_steps=1, save_top_k=1)
         trainer = Trainer(**{**options, "max_epochs": epochs}, callbacks=keeper)
@@ -426,11 +481,18 @@ def test_killed_before_every_operation_of_a_save_and_prune(tmp_path, programs, k
         assert result["after"] == 4
         all_there = [[2], [3]] if kind == "overwrite" else [[1, 2], [1, 2, 3], [2, 3]]
         assert result["counted"] in all_there
-        assert result["seen"] in [*all_there, *([[]] if (kind, torn) == ("overwrite", "torn") else [])]
+        assert result["seen"] in [
+            *all_there,
+            *([[]] if (kind, torn) == ("overwrite", "torn") else []),
+        ]
         name = "only" if kind == "overwrite" else "step-4"
         assert result["last"] == f"bucket://run/{name}"
         places = {file.split("/")[1] for file in result["files"]}
-        assert places == {"index.json", name, "only" if kind == "overwrite" else f"step-{result['counted'][-1]}"}
+        assert places == {
+            "index.json",
+            name,
+            "only" if kind == "overwrite" else f"step-{result['counted'][-1]}",
+        }
     newest = [result["newest"] for result in results]
     assert newest == sorted(newest)
     assert set(newest) == {2, 3}
@@ -517,7 +579,9 @@ def test_a_run_killed_in_uploads_ends_as_the_uninterrupted_one(tmp_path, program
     assert found["counted"] == [20, 21]
     assert found["left"] == ["index.json", "step-00000020", "step-00000021"]
     plain, killed = (tmp_path / name for name in ("plain", "killed"))
-    one, two = (torch.load(directory / "weights.pt", weights_only=True) for directory in (plain, killed))
+    one, two = (
+        torch.load(directory / "weights.pt", weights_only=True) for directory in (plain, killed)
+    )
     assert all(torch.equal(one[name], two[name]) for name in one)
     lines = (plain / "steps").read_text().splitlines()
     assert set((killed / "steps").read_text().splitlines()) == set(lines)

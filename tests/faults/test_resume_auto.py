@@ -85,28 +85,42 @@ def outcome(root: Path) -> dict[str, Any]:
             assert [path.name for path in directory.rglob("[!.]*") if not path.is_dir()] == []
             continue
         (record,) = json.loads((directory / "run.json").read_text())["runs"]
-        journal = [{k: v for k, v in line.items() if k != "time"} for line in read_journal(directory / "journal.jsonl")]
+        journal = [
+            {k: v for k, v in line.items() if k != "time"}
+            for line in read_journal(directory / "journal.jsonl")
+        ]
         with open(directory / "metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        assert [int(row["step"]) for row in rows] == sorted({int(row["step"]) for row in rows}), "each step once"
+        assert [int(row["step"]) for row in rows] == sorted({int(row["step"]) for row in rows}), (
+            "each step once"
+        )
         names[directory.name] = f"fit {len(runs)}"
-        assert [one["version"] for one in record["loggers"]] == [int(directory.name.removeprefix("version_"))] * 2
+        assert [one["version"] for one in record["loggers"]] == [
+            int(directory.name.removeprefix("version_"))
+        ] * 2
         runs[f"fit {len(runs)}"] = {
-            "record": {name: record[name] for name in ("status", "ended", "step", "fit", "seed", "args")},
+            "record": {
+                name: record[name] for name in ("status", "ended", "step", "fit", "seed", "args")
+            },
             "files": sorted(os.listdir(directory / "checkpoints")),
             "left": [name for name in os.listdir(directory) if name.startswith(".")],
             "rows": rows,
             "journal": sorted({json.dumps(line, sort_keys=True) for line in journal}),
             "scalars": scalars(directory),
         }
-    weights = {file.name: file.read_text().replace(str(root), "") for file in sorted(root.glob("weights-*"))}
+    weights = {
+        file.name: file.read_text().replace(str(root), "")
+        for file in sorted(root.glob("weights-*"))
+    }
     for name, fit in names.items():
         weights = {file: text.replace(name, fit) for file, text in weights.items()}
     return {"runs": runs, "weights": weights}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], tuple[Any, float]]:
+def undisturbed(
+    server: Server, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int, int], tuple[Any, float]]:
     """By the numbers of ranks and fits: how the script ends that nobody kills, and how many seconds it takes."""
 
     @cache
@@ -119,7 +133,11 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cal
         assert len(whole["weights"]) == fits
         steps = {1: 14, 2: 8}[ranks]
         for run in whole["runs"].values():
-            assert (run["record"]["status"], run["record"]["ended"], run["record"]["step"]) == ("finished", True, steps)
+            assert (run["record"]["status"], run["record"]["ended"], run["record"]["step"]) == (
+                "finished",
+                True,
+                steps,
+            )
             assert {int(row["step"]) for row in run["rows"]} == set(range(1, steps + 1))
         return whole, answer["seconds"]
 
@@ -129,7 +147,9 @@ def undisturbed(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Cal
 def attempt(server: Server, directory: Path, ranks: int, fits: int, **kill: Any) -> bool:
     """Start the script once more. Whether it was killed before it was over."""
     ended = server.run(directory, SCRIPT, ranks, (str(fits),), **kill)["ended"]
-    if "hung" in ended:  # killed before it came: who waits for it says so, and the launcher would end it
+    if (
+        "hung" in ended
+    ):  # killed before it came: who waits for it says so, and the launcher would end it
         missing = f"waiting for rank {kill['victim']}"
         assert missing in (directory / f"said-{ended.index('hung')}").read_text(), said(directory)
     if ranks == 1:
@@ -157,7 +177,10 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
         # Killed again and again until one ends; then another one begins.
         shutil.rmtree(directory, ignore_errors=True)
         while True:
-            kill: dict[str, Any] = {"victim": draw.randrange(ranks), "delay": draw.uniform(0.0, seconds)}
+            kill: dict[str, Any] = {
+                "victim": draw.randrange(ranks),
+                "delay": draw.uniform(0.0, seconds),
+            }
             if aimed:  # only rank 0 writes
                 kill = {"point": draw.randint(1, 250), "within": within}
             was_killed = attempt(server, directory, ranks, 2, **(kill if killed < kills else {}))
@@ -169,7 +192,9 @@ def test_a_killed_run_ends_as_the_uninterrupted_one(
 
 
 @pytest.mark.parametrize("every", MOMENTS)
-def test_every_moment_around_the_record_of_a_run(server: Server, undisturbed: Any, tmp_path: Path, every: int) -> None:
+def test_every_moment_around_the_record_of_a_run(
+    server: Server, undisturbed: Any, tmp_path: Path, every: int
+) -> None:
     whole, _ = undisturbed(1, 2)
     directory = tmp_path / "killed"
     for point in range(1, 1000, every):
@@ -180,7 +205,9 @@ def test_every_moment_around_the_record_of_a_run(server: Server, undisturbed: An
         shutil.rmtree(directory)
         if not killed:
             break
-    assert point > 10, "two records, each written at the beginning and at the end, and once more at the script's end"
+    assert point > 10, (
+        "two records, each written at the beginning and at the end, and once more at the script's end"
+    )
 
 
 def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path: Path) -> None:
@@ -189,16 +216,24 @@ def test_killed_in_either_of_two_fits(server: Server, undisturbed: Any, tmp_path
     directory = tmp_path / "killed"
     root = directory / "trainer_kit_logs"
     # In the first fit, in the second before its first checkpoint, and in the second behind one.
-    for within, point in [("version_0/checkpoints", 40), ("version_1/checkpoints", 15), ("version_1/checkpoints", 60)]:
+    for within, point in [
+        ("version_0/checkpoints", 40),
+        ("version_1/checkpoints", 15),
+        ("version_1/checkpoints", 60),
+    ]:
         assert attempt(server, directory, 1, 2, point=point, within=within), said(directory)
     assert not attempt(server, directory, 1, 2)
     lines = said(directory).splitlines()
     finished = f"resuming from step 14 (verified) of run {root / 'version_0'}, which has finished"
-    assert lines[0] == f'resume="auto": no unfinished run of script.py in {directory}: starting a new run'
+    assert (
+        lines[0]
+        == f'resume="auto": no unfinished run of script.py in {directory}: starting a new run'
+    )
     assert lines.count(finished) == 2, lines
     assert lines.count("nothing to train: max_epochs=2 reached") == 2
     begun = (
-        f"run {root / 'version_1'} has no checkpoint yet: starting it from the beginning; discarded 1 incomplete save "
+        f"run {root / 'version_1'} has no checkpoint yet: starting it from the beginning; "
+        "discarded 1 incomplete save "
     )
     assert any(line.startswith(begun) for line in lines), lines
     assert lines[-1].startswith("resuming from step "), lines

@@ -31,7 +31,11 @@ class Server:
     """`cycle` as a child process, and directories to run in."""
 
     def __init__(self, place: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "OMP_NUM_THREADS": "1",
+        }
         self.place, self.directory = place, place / "kept"
         self.process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("cycle.py"))],
@@ -43,7 +47,11 @@ class Server:
         )
         assert self.run(2)["ended"] == SAVED
         shutil.copytree(self.directory, place / "before")
-        assert sorted(os.listdir(self.directory)) == ["index.json", "step-00000001", "step-00000002"]
+        assert sorted(os.listdir(self.directory)) == [
+            "index.json",
+            "step-00000001",
+            "step-00000002",
+        ]
 
     def again(self):
         """As it was after two steps."""
@@ -51,8 +59,18 @@ class Server:
         shutil.copytree(self.place / "before", self.directory)
 
     def run(self, steps, by="none", moment="", fault=None, calls=CALLS):
-        command = {"directory": str(self.directory), "steps": steps, "by": by, "moment": moment, "fault": fault}
-        command |= {"calls": calls, "trace": str(self.place / "trace"), "said": str(self.place / "said")}
+        command = {
+            "directory": str(self.directory),
+            "steps": steps,
+            "by": by,
+            "moment": moment,
+            "fault": fault,
+        }
+        command |= {
+            "calls": calls,
+            "trace": str(self.place / "trace"),
+            "said": str(self.place / "said"),
+        }
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.process.stdout.readline())
@@ -62,7 +80,11 @@ class Server:
 
     def trace(self, by):
         lines = (self.place / "trace").read_text().splitlines()
-        return [json.loads(line) for line in lines] if by == "audit" else list(filter(None, map(operation, lines)))
+        return (
+            [json.loads(line) for line in lines]
+            if by == "audit"
+            else list(filter(None, map(operation, lines)))
+        )
 
     def close(self):
         self.process.stdin.close()
@@ -79,7 +101,12 @@ def server(tmp_path_factory):
         made.close()
 
 
-BY = ["audit", pytest.param("strace", marks=pytest.mark.skipif(not shutil.which("strace"), reason="needs strace"))]
+BY = [
+    "audit",
+    pytest.param(
+        "strace", marks=pytest.mark.skipif(not shutil.which("strace"), reason="needs strace")
+    ),
+]
 
 
 def operation(line):
@@ -104,7 +131,9 @@ def test_the_order_of_one_save(server, by):
     inside = [entry for entry in trace if str(kept) in entry[1]]
     for step in (3, 4):
         target, before = kept / f"step-{step:08d}", kept / f"step-{step - 2:08d}"
-        published = next(at for at, e in enumerate(inside) if e[0] == "rename" and e[2:] == [str(target)])
+        published = next(
+            at for at, e in enumerate(inside) if e[0] == "rename" and e[2:] == [str(target)]
+        )
         work = Path(inside[published][1])
         assert work.parent == kept, "beside the target"
         made = [at for at, e in enumerate(inside) if e == ["mkdir", str(work)]]
@@ -114,25 +143,43 @@ def test_the_order_of_one_save(server, by):
         files = sorted((at, file) for file, at in creates.items() if file.startswith(f"{work}/"))
         assert Path(files[-1][1]).name == "manifest.json", "the manifest is the last"
         assert {Path(file).name for _, file in files} == set(os.listdir(kept / "step-00000004"))
-        synced = {file: [at for at, e in enumerate(inside) if e == ["fsync", file]] for _, file in files}
+        synced = {
+            file: [at for at, e in enumerate(inside) if e == ["fsync", file]] for _, file in files
+        }
         ends = []
         for at, file in files:
             [sync] = synced[file]
             assert at < sync < published
-            assert not [e for e in inside[sync:] if e == ["write", file]], "nothing is written once it is synced"
+            assert not [e for e in inside[sync:] if e == ["write", file]], (
+                "nothing is written once it is synced"
+            )
             ends.append(sync)
-        assert max(ends[:-1]) < files[-1][0], "every other file is on disk before there is a manifest"
+        assert max(ends[:-1]) < files[-1][0], (
+            "every other file is on disk before there is a manifest"
+        )
         [sync_work] = [at for at, e in enumerate(inside) if e == ["fsync", str(work)]]
         assert max(ends) < sync_work < published
         after = inside[published + 1 :]
-        assert after[0] == ["open", str(kept)] or after[0] == ["fsync", str(kept)], "the name is made durable at once"
+        assert after[0] == ["open", str(kept)] or after[0] == ["fsync", str(kept)], (
+            "the name is made durable at once"
+        )
         parent = after.index(["fsync", str(kept)])
-        index = next(at for at, e in enumerate(after) if e[0] == "rename" and e[2:] == [str(kept / "index.json")])
+        index = next(
+            at
+            for at, e in enumerate(after)
+            if e[0] == "rename" and e[2:] == [str(kept / "index.json")]
+        )
         temporary = after[index][1]
         assert parent < after.index(["fsync", temporary]) < index
         pruned = next(at for at, e in enumerate(after) if e[0] == "rename" and e[1] == str(before))
-        assert index < after.index(["fsync", str(kept)], index) < pruned, "only then does anything give way"
-        gone = [at for at, e in enumerate(after) if e[0] in ("remove", "unlink", "unlinkat", "rmdir", "shutil.rmtree")]
+        assert index < after.index(["fsync", str(kept)], index) < pruned, (
+            "only then does anything give way"
+        )
+        gone = [
+            at
+            for at, e in enumerate(after)
+            if e[0] in ("remove", "unlink", "unlinkat", "rmdir", "shutil.rmtree")
+        ]
         assert pruned < min(gone)
 
 
@@ -149,7 +196,9 @@ def check(server, ended, case):
     again = server.run(5)
     assert again["ended"] == SAVED, f"{case}: {again['said']}"
     names = sorted(os.listdir(server.directory))
-    if case.startswith(("EIO at open", "EIO at listdir")):  # what could not be read may have been set aside
+    if case.startswith(
+        ("EIO at open", "EIO at listdir")
+    ):  # what could not be read may have been set aside
         names = [name for name in names if not name.endswith(".damaged")]
     assert names == ["index.json", "step-00000004", "step-00000005"], case
     verify_checkpoint(server.directory / "step-00000005")
@@ -170,7 +219,11 @@ def counts(server, by, moment):
 
 
 def points(server, by, moment):
-    every = [(call, at) for call, count in sorted(counts(server, by, moment).items()) for at in range(1, count + 1)]
+    every = [
+        (call, at)
+        for call, count in sorted(counts(server, by, moment).items())
+        for at in range(1, count + 1)
+    ]
     assert len(every) > 40, "a start or two saves, with what gives way to them"
     return random.Random(f"{by} {moment}").sample(every, CYCLES) if CYCLES else every
 
@@ -181,7 +234,9 @@ def points(server, by, moment):
 def test_killed_at_any_operation(server, by, moment):
     for call, at in points(server, by, moment):
         server.again()
-        ended = server.run(4, by, moment, {"call": call, "how": "signal=KILL", "error": "KILL", "at": at})
+        ended = server.run(
+            4, by, moment, {"call": call, "how": "signal=KILL", "error": "KILL", "at": at}
+        )
         assert ended["ended"] in (-signal.SIGKILL, SAVED), ended["said"]
         check(server, ended, f"killed at {call} {at}")
 
@@ -193,7 +248,9 @@ def test_any_operation_fails(server, by, moment):
     for number, (call, at) in enumerate(points(server, by, moment)):
         server.again()
         error = ("EIO", "ENOSPC")[number % 2]
-        ended = server.run(4, by, moment, {"call": call, "how": f"error={error}", "error": error, "at": at})
+        ended = server.run(
+            4, by, moment, {"call": call, "how": f"error={error}", "error": error, "at": at}
+        )
         expected = (SAVED, REPORTED) if moment == "save" else (SAVED, REPORTED, REFUSED)
         assert ended["ended"] in expected, f"{error} at {call} {at}: {ended['said']}"
         if by == "audit":  # every event is counted: this is the one that failed

@@ -79,9 +79,13 @@ def batch(tmp_path):
 
     @contextmanager
     def start(*words, **variables):
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM_")
+        }
         environment = {**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
-        environment["PATH"] = variables.get("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
+        environment["PATH"] = variables.get(
+            "PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+        )
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "script.py", *words]
         with subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes) as process:
@@ -126,7 +130,10 @@ def test_usr1_saves_and_requeues_once_and_the_requeued_job_continues(batch, vari
     with batch("1", **JOB, **variables, SLURM_RESTART_COUNT="1") as process:
         out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
-    assert out == f"resuming from step 10 (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
+    assert (
+        out
+        == f"resuming from step 10 (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
+    )
     assert os.listdir("trainer_kit_logs") == ["version_0"]
     disturbed, trained = Path("weights").read_text(), Path("trained-0").read_text()
     Path("trained-0").unlink()
@@ -151,7 +158,10 @@ def test_two_ranks_of_our_agent(batch):
     with batch("2", **JOB, SLURM_RESTART_COUNT="1") as agent:
         out, err = agent.communicate(timeout=60)
     assert agent.returncode == 0, err
-    assert out == f"resuming from step {step} (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
+    assert (
+        out
+        == f"resuming from step {step} (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
+    )
     assert [int(line) for line in Path("trained-1").read_text().splitlines()] == list(range(120))
 
 
@@ -170,12 +180,17 @@ def test_a_job_that_may_not_run_again(batch):
         wait_for("step-0")
         out, _ = told(process, signal.SIGUSR1)
     assert process.returncode == 138
-    assert "job 71 is not requeued: Requested operation is presently disabled for job 71, exiting 138" in out
+    assert (
+        "job 71 is not requeued: Requested operation is presently disabled for job 71, exiting 138"
+        in out
+    )
 
 
 def test_without_scontrol(batch):
     Path("bin/scontrol").unlink()
-    with batch("1", **JOB, wait="1", PATH=str(Path("bin").resolve())) as process:  # the machine may have SLURM
+    with batch(
+        "1", **JOB, wait="1", PATH=str(Path("bin").resolve())
+    ) as process:  # the machine may have SLURM
         wait_for("step-0")
         out, _ = told(process, signal.SIGUSR1)
     assert "job 71 is not requeued: this machine has no scontrol" in out
@@ -216,7 +231,10 @@ def test_a_code_of_75_is_restarted_by_the_agent_and_resumed(batch):
         out, err = agent.communicate(timeout=60)
     assert agent.returncode == 0, err
     assert "restart 1 of 1" in err
-    assert out == f"resuming from step 4 (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
+    assert (
+        out
+        == f"resuming from step 4 (verified) of run {Path.cwd() / 'trainer_kit_logs' / 'version_0'}\n"
+    )
     assert os.listdir("trainer_kit_logs") == ["version_0"]
 
 
@@ -234,7 +252,9 @@ def test_a_restart_before_the_first_checkpoint_is_the_same_run(batch):
         out, err = agent.communicate(timeout=60)
     assert agent.returncode == 0, err
     where = Path.cwd() / "trainer_kit_logs" / "version_0"
-    assert out.splitlines()[0] == f"run {where} has no checkpoint yet: starting it from the beginning"
+    assert (
+        out.splitlines()[0] == f"run {where} has no checkpoint yet: starting it from the beginning"
+    )
     assert os.listdir("trainer_kit_logs") == ["version_0"]
 
 
@@ -257,9 +277,19 @@ def test_torchrun_restarts_the_same_run(batch, tmp_path):
     once = 'step == 6 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"'
     Path("script.py").write_text(SCRIPT.replace('step == int(os.environ.get("CODE_AT", -1))', once))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CODE": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+    ]
     command += ["--max-restarts", "1", "script.py", "1"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert f"resuming from step 4 (verified) of run {tmp_path / 'trainer_kit_logs' / 'version_0'}\n" in done.stdout
+    assert (
+        f"resuming from step 4 (verified) of run {tmp_path / 'trainer_kit_logs' / 'version_0'}\n"
+        in done.stdout
+    )
     assert os.listdir("trainer_kit_logs") == ["version_0"]

@@ -42,9 +42,16 @@ class Spoils(Callback):
         module.aside.data.fill_(float("nan") if spoilt else 1.0)
 
 
-def fit(directory: Path, steps: int, *callbacks: Any, devices: int = 1, ckpt: Any = None, **keeps: Any) -> Trainer:
+def fit(
+    directory: Path, steps: int, *callbacks: Any, devices: int = 1, ckpt: Any = None, **keeps: Any
+) -> Trainer:
     keeper = ModelCheckpoint(directory / "kept", every_n_train_steps=1, **keeps)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
     trainer = Trainer(max_steps=steps, callbacks=[*callbacks, keeper], devices=devices, **options)
     trainer.fit(Two(), BATCHES * 4, ckpt_path=ckpt)
     return trainer
@@ -54,7 +61,9 @@ def kept(directory: Path) -> list[int | None]:
     return [record.step for record in checkpoints(directory / "kept")]
 
 
-def test_a_newest_checkpoint_that_is_damaged_is_not_the_only_one(tmp_path: Path, capsys: Any) -> None:
+def test_a_newest_checkpoint_that_is_damaged_is_not_the_only_one(
+    tmp_path: Path, capsys: Any
+) -> None:
     fit(tmp_path, 5)
     assert kept(tmp_path) == [4, 5]
     for step in (4, 5):
@@ -73,17 +82,23 @@ def test_the_newest_state_is_last_also_where_another_one_is_better(tmp_path: Pat
 
     trainer = fit(tmp_path, 6, Worse(), monitor="m", save_last=True)
     assert kept(tmp_path) == [1, 6]
-    assert list(trainer.checkpoint_callback.best_k_models) == [str(tmp_path / "kept" / "step-00000001")]
+    assert list(trainer.checkpoint_callback.best_k_models) == [
+        str(tmp_path / "kept" / "step-00000001")
+    ]
     assert trainer.checkpoint_callback.last_model_path.endswith("step-00000006")
 
 
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_the_last_checkpoint_with_finite_weights_stays(tmp_path: Path, capsys: Any, weights_only: bool) -> None:
+def test_the_last_checkpoint_with_finite_weights_stays(
+    tmp_path: Path, capsys: Any, weights_only: bool
+) -> None:
     fit(tmp_path, 7, Spoils(3, 99), save_weights_only=weights_only)
     assert kept(tmp_path) == [2, 6, 7]
     assert read_checkpoint(tmp_path / "kept" / "step-00000002")["model"]["aside"].isfinite().all()
     assert (
-        capsys.readouterr().out.count("step-00000003 are not finite: the last checkpoint with finite weights stays")
+        capsys.readouterr().out.count(
+            "step-00000003 are not finite: the last checkpoint with finite weights stays"
+        )
         == 1
     )
 

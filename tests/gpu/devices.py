@@ -26,10 +26,17 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 GPU = pytest.param(
     "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")],
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator"),
+    ],
 )
 on_each_device = pytest.mark.parametrize("kind", ["cpu", GPU])
-QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 def device_of(kind: str) -> torch.device:
@@ -40,7 +47,10 @@ def batches(count: int = 7, size: int = 6, last: int = 3, width: int = 16) -> li
     """On the host; the last window's batches differ in weight."""
     draw = torch.Generator().manual_seed(1)
     sizes = [size] * (count - 1) + [last]
-    return [(torch.randn(n, width, generator=draw), torch.randint(4, (n,), generator=draw)) for n in sizes]
+    return [
+        (torch.randn(n, width, generator=draw), torch.randint(4, (n,), generator=draw))
+        for n in sizes
+    ]
 
 
 class Net(tk.TrainModule):
@@ -49,12 +59,18 @@ class Net(tk.TrainModule):
     No bias ahead of the norm: its gradient is rounding alone, and Adam would make steps of it.
     """
 
-    def __init__(self, dropout: float = 0.1, configure: Callable[[nn.Module], Any] | None = None) -> None:
+    def __init__(
+        self, dropout: float = 0.1, configure: Callable[[nn.Module], Any] | None = None
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         blocks = [
             nn.Sequential(
-                nn.Linear(16, 32, bias=False), nn.BatchNorm1d(32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 16)
+                nn.Linear(16, 32, bias=False),
+                nn.BatchNorm1d(32),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(32, 16),
             )
             for _ in range(2)
         ]
@@ -141,7 +157,9 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     left, right = one.state_dict(), other.state_dict()
     assert left.keys() == right.keys()
     different = {
-        n: float((left[n].float() - right[n].float()).abs().max()) for n in left if not left[n].equal(right[n])
+        n: float((left[n].float() - right[n].float()).abs().max())
+        for n in left
+        if not left[n].equal(right[n])
     }
     assert not different, different
 
@@ -159,7 +177,13 @@ def deterministic() -> Iterator[None]:
 @contextmanager
 def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process as a launcher would have started it, alone; its group ends with it."""
-    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": free_port()}
+    told = {
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": 1,
+        "LOCAL_WORLD_SIZE": 1,
+        "MASTER_PORT": free_port(),
+    }
     with monkeypatch.context() as patch:
         for name, value in {**told, "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}.items():
             patch.setenv(name, str(value))

@@ -15,7 +15,9 @@ from tests.gpu.devices import Net, batches, fit, on_each_device
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),  # torch's compiler looks at it
+    pytest.mark.filterwarnings(
+        "ignore:The .grad attribute of a Tensor"
+    ),  # torch's compiler looks at it
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # its advice for such devices
 ]
 
@@ -29,7 +31,9 @@ class Losses(tk.Callback):
     def __init__(self) -> None:
         self.values: list[Any] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.values.append(outputs["loss"])
 
     def floats(self) -> list[float]:
@@ -41,15 +45,27 @@ class Losses(tk.Callback):
 def test_the_same_losses_and_one_compilation(
     kind: str, regional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tqdm.tqdm, "monitor_interval", 0)  # the compiler's bars would leave a thread
+    monkeypatch.setattr(
+        tqdm.tqdm, "monitor_interval", 0
+    )  # the compiler's bars would leave a thread
     # On the CPU graphs as the compiler makes them, without minutes of code generation.
-    how: dict[str, Any] = {"backend": "aot_eager" if kind == "cpu" else "inductor", "regional": regional}
+    how: dict[str, Any] = {
+        "backend": "aot_eager" if kind == "cpu" else "inductor",
+        "regional": regional,
+    }
     data = batches(6, last=6)  # as drop_last=True gives them
     module = Plain(dropout=0.0)
     kept = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
     try:
         eager, compiled, resumed = Losses(), Losses(), Losses()
-        fit(Plain(dropout=0.0), data, kind, callbacks=[eager], barebones=False, enable_checkpointing=False)
+        fit(
+            Plain(dropout=0.0),
+            data,
+            kind,
+            callbacks=[eager],
+            barebones=False,
+            enable_checkpointing=False,
+        )
         torch._dynamo.reset()
         counters.clear()
         fit(module, data, kind, compile=how, callbacks=[compiled, kept], barebones=False)
@@ -57,9 +73,15 @@ def test_the_same_losses_and_one_compilation(
         # Blocks of a class share a graph, and so do epochs; only the first block's input needs no gradient.
         assert graphs == (2 if regional else 1)
         assert compiled.floats() == pytest.approx(eager.floats(), rel=1e-3, abs=1e-4)
-        start = {"ckpt_path": tmp_path / "step-00000003", "enable_checkpointing": False, "barebones": False}
+        start = {
+            "ckpt_path": tmp_path / "step-00000003",
+            "enable_checkpointing": False,
+            "barebones": False,
+        }
         fit(module, data, kind, compile=how, callbacks=[resumed], **start)
-        assert counters["stats"]["unique_graphs"] == graphs, "what was compiled serves the run that goes on"
+        assert counters["stats"]["unique_graphs"] == graphs, (
+            "what was compiled serves the run that goes on"
+        )
         assert resumed.floats() == pytest.approx(compiled.floats()[6:], rel=1e-6)
     finally:
         torch._dynamo.reset()

@@ -35,7 +35,11 @@ class Seen(tk.Callback):
         self.backend = str(dist.get_backend_config())
         parts = [getattr(p, "to_local", lambda p=p: p)() for p in module.parameters()]
         self.devices = {part.device for part in parts}
-        self.pinned = {part.is_pinned() for part in parts if part.device.type == "cpu" and torch.cuda.is_available()}
+        self.pinned = {
+            part.is_pinned()
+            for part in parts
+            if part.device.type == "cpu" and torch.cuda.is_available()
+        }
 
 
 def engines() -> dict[str, Any]:
@@ -59,15 +63,25 @@ def test_one_rank(kind: str, engine: str, monkeypatch: pytest.MonkeyPatch) -> No
         by_hand(plain, batches(), device)
     with one_rank(monkeypatch):
         synced = "norms" in engine and kind != "cpu"  # torch has none for CPUs
-        options = {"deterministic": True, "barebones": False, "enable_checkpointing": False, "sync_batchnorm": synced}
-        trainer = fit(mine, batches(), kind, strategy=engines()[engine](), callbacks=[seen], **options)
+        options = {
+            "deterministic": True,
+            "barebones": False,
+            "enable_checkpointing": False,
+            "sync_batchnorm": synced,
+        }
+        trainer = fit(
+            mine, batches(), kind, strategy=engines()[engine](), callbacks=[seen], **options
+        )
         assert trainer.strategy.name in ("ddp", "fsdp")
         assert any(isinstance(part, torch.nn.SyncBatchNorm) for part in mine.modules()) == synced
         assert trainer.strategy.world.all_gather_object("here") == ["here"]
         assert trainer.strategy.world.agree([1.0, 2.0]) == [[1.0, 2.0]]
         assert trainer.strategy.world.all_reduce(torch.ones(2), "mean").tolist() == [1.0, 1.0]
         if engine.startswith("fsdp"):
-            state = {name: getattr(v, "full_tensor", lambda v=v: v)() for name, v in mine.state_dict().items()}
+            state = {
+                name: getattr(v, "full_tensor", lambda v=v: v)()
+                for name, v in mine.state_dict().items()
+            }
             for name, value in plain.state_dict().items():
                 torch.testing.assert_close(state[name].to(device), value, rtol=1e-5, atol=1e-6)
         else:
@@ -88,7 +102,9 @@ def deepspeed(kind: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 @on_each_device
 def test_deepspeed(kind: str) -> None:
     expected = Net(dropout=0.0)

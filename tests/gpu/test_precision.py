@@ -11,7 +11,16 @@ import torch
 from torch import Tensor, nn
 
 import trainer_kit as tk
-from tests.gpu.devices import Net, assert_same, batches, by_hand, deterministic, device_of, fit, on_each_device
+from tests.gpu.devices import (
+    Net,
+    assert_same,
+    batches,
+    by_hand,
+    deterministic,
+    device_of,
+    fit,
+    on_each_device,
+)
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision import BitsandbytesPrecision, Float8Precision, MixedPrecision
 
@@ -59,7 +68,9 @@ class Skips(tk.Callback):
 
 
 @on_each_device
-def test_an_overflow_skips_a_step_and_the_scale_is_in_checkpoints(kind: str, tmp_path: Path) -> None:
+def test_an_overflow_skips_a_step_and_the_scale_is_in_checkpoints(
+    kind: str, tmp_path: Path
+) -> None:
     skips, kept = Skips(), tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
     options: dict[str, Any] = {"max_epochs": 1, "accumulate_grad_batches": 1, "barebones": False}
 
@@ -85,7 +96,9 @@ class Wide(Net):
     def __init__(self, frozen: bool = False, configure: Any = None) -> None:
         super().__init__(configure=configure)
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))])
+        self.blocks = nn.ModuleList(
+            [nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))]
+        )
         self.blocks.requires_grad_(not frozen)
         self.head = nn.Linear(64, 4)
 
@@ -97,7 +110,9 @@ def wide() -> list[Any]:
 @pytest.mark.slow
 @needs("torchao")
 @on_each_device
-@pytest.mark.parametrize(("recipe", "base"), [("tensorwise", "bf16-mixed"), ("rowwise", "bf16-true")])
+@pytest.mark.parametrize(
+    ("recipe", "base"), [("tensorwise", "bf16-mixed"), ("rowwise", "bf16-true")]
+)
 def test_fp8(kind: str, recipe: Any, base: str) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -112,7 +127,9 @@ def test_fp8(kind: str, recipe: Any, base: str) -> None:
     plain, mine = Wide(), Wide()
     if base == "bf16-true":
         plain.to(torch.bfloat16)
-    convert_to_float8_training(plain, config=config, module_filter_fn=lambda part, name: name != "head")
+    convert_to_float8_training(
+        plain, config=config, module_filter_fn=lambda part, name: name != "head"
+    )
     how = {"cast": torch.bfloat16} if base == "bf16-true" else {"autocast": torch.bfloat16}
     by_hand(plain, wide(), device, **how)
     fit(mine, wide(), kind, precision=precision)
@@ -126,10 +143,16 @@ def vendors(layer: nn.Linear, mode: str) -> nn.Module:
     import bitsandbytes as bnb
 
     if mode == "int8":
-        made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False, threshold=6.0)
-        made.weight = bnb.nn.Int8Params(layer.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, has_fp16_weights=False, threshold=6.0
+        )
+        made.weight = bnb.nn.Int8Params(
+            layer.weight.data.clone(), requires_grad=False, has_fp16_weights=False
+        )
     else:
-        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, quant_type=mode, compress_statistics=False)
+        made = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, quant_type=mode, compress_statistics=False
+        )
         made.weight.data = layer.weight.data.clone()
     made.bias = layer.bias
     return made.to("cpu")
@@ -160,20 +183,31 @@ def _head_only(module: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "library", "path"),
     [
-        pytest.param("AdamW8bit", "bitsandbytes", "bitsandbytes.optim", marks=needs("bitsandbytes")),
+        pytest.param(
+            "AdamW8bit", "bitsandbytes", "bitsandbytes.optim", marks=needs("bitsandbytes")
+        ),
         pytest.param("adamw_torch_8bit", "torchao", "torchao.optim", marks=needs("torchao")),
     ],
 )
-def test_eight_bit_optimizers(kind: str, name: str, library: str, path: str, tmp_path: Path) -> None:
+def test_eight_bit_optimizers(
+    kind: str, name: str, library: str, path: str, tmp_path: Path
+) -> None:
     made = importlib.import_module(path).AdamW8bit
     # torchao compiles its steps, which takes a minute: what they compute is the same without.
     with torch.compiler.set_stance("force_eager"):
         plain = Wide(configure=lambda module: made(module.parameters(), lr=0.01))
         by_hand(plain, wide(), device_of(kind))
-        mine = [Wide(configure=lambda module: tk.optimizer(name, module.parameters(), lr=0.01)) for _ in range(2)]
+        mine = [
+            Wide(configure=lambda module: tk.optimizer(name, module.parameters(), lr=0.01))
+            for _ in range(2)
+        ]
         kept = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
         fit(mine[0], wide(), kind, barebones=False, callbacks=[kept])
-        start = {"ckpt_path": tmp_path / "step-00000003", "enable_checkpointing": False, "barebones": False}
+        start = {
+            "ckpt_path": tmp_path / "step-00000003",
+            "enable_checkpointing": False,
+            "barebones": False,
+        }
         fit(mine[1], wide(), kind, **start)
     for module in mine:
         for one, other in zip(module.parameters(), plain.parameters(), strict=True):

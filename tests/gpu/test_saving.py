@@ -37,7 +37,9 @@ class Peaks(tk.Callback):
 
 
 @on_each_device
-def test_a_resumed_run_is_the_same_in_every_bit(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_is_the_same_in_every_bit(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     device, pinned = device_of(kind), set()
     real = HostBuffers.copy
 
@@ -51,7 +53,9 @@ def test_a_resumed_run_is_the_same_in_every_bit(kind: str, tmp_path: Path, monke
     whole, peaks = Large(kind), Peaks()
     kept = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     options: dict[str, Any] = {"deterministic": True, "barebones": False}
-    fit(whole, batches(), kind, callbacks=[kept, peaks], **options)  # 8 steps, the last two of each epoch ragged
+    fit(
+        whole, batches(), kind, callbacks=[kept, peaks], **options
+    )  # 8 steps, the last two of each epoch ragged
     noise = rng_state(device)
     assert pinned == {("cpu", False)} if kind == "cpu" else pinned == {("cpu", False), (kind, True)}
     # The first step makes the optimizer's state. A save adds nothing: a copy of the buffer would be 64 MB.
@@ -60,10 +64,22 @@ def test_a_resumed_run_is_the_same_in_every_bit(kind: str, tmp_path: Path, monke
     for step in (2, 6):
         again = Large(kind)
         start = tmp_path / f"step-{step:08d}"
-        trainer = fit(again, batches(), kind, ckpt_path=start, seed_device=77, enable_checkpointing=False, **options)
+        trainer = fit(
+            again,
+            batches(),
+            kind,
+            ckpt_path=start,
+            seed_device=77,
+            enable_checkpointing=False,
+            **options,
+        )
         assert trainer.global_step == 8
         assert_same(again, whole)
-        assert all(str(value) == str(noise[name]) for name, value in rng_state(device).items() if name != "python")
+        assert all(
+            str(value) == str(noise[name])
+            for name, value in rng_state(device).items()
+            if name != "python"
+        )
         for name in {"torch", "device"} & noise.keys():
             assert noise[name].equal(rng_state(device)[name])
 

@@ -12,7 +12,16 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from tests.gpu.devices import Net, assert_same, batches, by_hand, deterministic, device_of, fit, on_each_device
+from tests.gpu.devices import (
+    Net,
+    assert_same,
+    batches,
+    by_hand,
+    deterministic,
+    device_of,
+    fit,
+    on_each_device,
+)
 from trainer_kit.callbacks import PyTorchProfiler
 from trainer_kit.core.seed import rng_state
 from trainer_kit.training import loaders
@@ -28,7 +37,10 @@ def test_the_same_weights_as_by_hand(kind: str) -> None:
     assert trainer.strategy.device == device
     assert {p.device for p in mine.parameters()} == {device}
     assert_same(mine, plain)
-    for name in {"torch", "device"} & noise.keys():  # generators, the device's own too, drew the same
+    for name in {
+        "torch",
+        "device",
+    } & noise.keys():  # generators, the device's own too, drew the same
         assert noise[name].equal(rng_state(device)[name])
     for p, q in zip(plain.parameters(), mine.parameters(), strict=True):
         state = trainer.optimizers[0].state[q]
@@ -90,7 +102,13 @@ def test_no_step_waits_for_the_device(kind: str, precision: str) -> None:
     strict = Strict(kind, steps)
     options = {"max_epochs": 1, "log_every_n_steps": 10_000, "enable_checkpointing": False}
     fit(
-        Logging(), batches(2 * steps, last=6), kind, precision=precision, barebones=False, callbacks=[strict], **options
+        Logging(),
+        batches(2 * steps, last=6),
+        kind,
+        precision=precision,
+        barebones=False,
+        callbacks=[strict],
+        **options,
     )
     assert strict.strict == steps
 
@@ -131,7 +149,9 @@ def test_batches_are_pinned_and_copied_during_the_steps(
     usual = None if kind == "cpu" else torch.accelerator.current_stream(device).stream_id
 
     def spy(batch: Any, to: torch.device) -> Any:
-        seen.append((batch[0].is_pinned(), torch.accelerator.current_stream(device).stream_id != usual))
+        seen.append(
+            (batch[0].is_pinned(), torch.accelerator.current_stream(device).stream_id != usual)
+        )
         return real(batch, to)
 
     monkeypatch.setattr(loaders, "move_to_device", spy)
@@ -147,7 +167,9 @@ def test_batches_are_pinned_and_copied_during_the_steps(
     assert len(set(module.taken[1:])) <= 1, "memory grows from epoch to epoch"
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA, whose allocations torch records")
+@pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA, whose allocations torch records"
+)
 def test_a_snapshot_of_memory(tmp_path: Path) -> None:
     profiler = PyTorchProfiler(tmp_path, row_limit=0, memory_snapshot=True)
     fit(Net(), batches(), "gpu", barebones=False, enable_checkpointing=False, profiler=profiler)

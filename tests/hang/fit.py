@@ -84,5 +84,7 @@ if __name__ == "__main__":
         default_root_dir="runs",
         hang_timeout=LIMIT,
     )
-    getattr(trainer, STAGE)(Faulty(), DataLoader(Data(), batch_size=4, num_workers=2 if FAULT == "worker" else 0))
+    getattr(trainer, STAGE)(
+        Faulty(), DataLoader(Data(), batch_size=4, num_workers=2 if FAULT == "worker" else 0)
+    )
     print("trained", flush=True)

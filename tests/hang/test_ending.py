@@ -36,7 +36,8 @@ def test_first_steps_have_more_time():
 
 
 @pytest.mark.parametrize(
-    ("given", "seconds"), [("5min", 300.0), (2, 2.0), ("1.5", 1.5), (False, float("inf")), ("off", float("inf"))]
+    ("given", "seconds"),
+    [("5min", 300.0), (2, 2.0), ("1.5", 1.5), (False, float("inf")), ("off", float("inf"))],
 )
 def test_timeouts(given, seconds):
     assert chosen_timeout(given) == seconds

@@ -31,7 +31,9 @@ PHASES = {"fit.py": "forward", "loop.py": "your code"}
 
 
 def check_text(text: str, script: str, fault: str) -> None:
-    expected = HEADLINES[fault].replace("{phase}", PHASES[script]).replace("{script}", re.escape(script))
+    expected = (
+        HEADLINES[fault].replace("{phase}", PHASES[script]).replace("{script}", re.escape(script))
+    )
     assert re.search(expected, text), text
     if fault == "other":
         assert re.search(rf"rank 1: all_gather\[\d+\] at {re.escape(script)}:\d+", text), text
@@ -42,7 +44,9 @@ def check_stacks(directory: Path, script: str, fault: str) -> None:
     (found,) = directory.rglob("hang-5")
     assert "_engine_run_backward" in (found / "rank-0.txt").read_text()
     other = (found / "rank-1.txt").read_text()
-    assert (script in other) == (fault not in ("stop", "compiling")), other  # a stopped process cannot write
+    assert (script in other) == (fault not in ("stop", "compiling")), (
+        other
+    )  # a stopped process cannot write
 
 
 @pytest.mark.slow
@@ -66,7 +70,9 @@ def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeyp
     queued = programs.queued
     check_text(waits.stderr + hangs.stderr, script, fault)
     assert waits.returncode == 75
-    assert hangs.returncode == (75 if fault in ("sleep", "other") else -9)  # the others cannot end by themselves
+    assert hangs.returncode == (
+        75 if fault in ("sleep", "other") else -9
+    )  # the others cannot end by themselves
     check_stacks(tmp_path, script, fault)
     began = float(re.search(r"fault at (\S+)", hangs.stdout)[1])
     assert ended - began - queued < LIMIT + 2 + 4, "at most 2 s on a free machine"
@@ -78,7 +84,9 @@ def test_the_rank_that_hangs_is_named(programs, tmp_path, script, fault, monkeyp
 def test_evaluations_are_watched(programs, tmp_path, stage):
     waits, hangs = programs.run_ranks(2, HERE / "fit.py", "sleep", str(LIMIT), "1", stage)
     assert (waits.returncode, hangs.returncode) == (75, 75)
-    assert re.search(r"rank 1 \(.* hangs at batch 6 in validation, at fit.py:\d+", waits.stderr + hangs.stderr)
+    assert re.search(
+        r"rank 1 \(.* hangs at batch 6 in validation, at fit.py:\d+", waits.stderr + hangs.stderr
+    )
     (found,) = tmp_path.rglob("hang-6")
     assert {path.name for path in found.iterdir()} == {"rank-0.txt", "rank-1.txt"}
 
@@ -89,8 +97,14 @@ def test_rank_0_hangs(programs, tmp_path, fault):
     """It serves the store of the ranks here, which does not answer either where the process is stopped."""
     hangs, waits = programs.run_ranks(2, HERE / "fit.py", fault, str(LIMIT), "0")
     assert (hangs.returncode, waits.returncode) == (75 if fault == "sleep" else -9, 75)
-    does = {"sleep": "hangs at step 5 in forward", "stop": "does not answer: its process is stopped"}[fault]
-    assert re.search(rf"rank 0 \([^)]*\) {does}.* has not entered .*; rank 1 waits \d+ s", hangs.stderr + waits.stderr)
+    does = {
+        "sleep": "hangs at step 5 in forward",
+        "stop": "does not answer: its process is stopped",
+    }[fault]
+    assert re.search(
+        rf"rank 0 \([^)]*\) {does}.* has not entered .*; rank 1 waits \d+ s",
+        hangs.stderr + waits.stderr,
+    )
     (found,) = tmp_path.rglob("hang-5")
     assert "_engine_run_backward" in (found / "rank-1.txt").read_text()
 
@@ -110,10 +124,14 @@ def test_rank_0_hangs(programs, tmp_path, fault):
     ],
 )
 def test_under_launchers(tmp_path, script, torchrun, fault):
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    words = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if torchrun else []
+    )
     environment = {**os.environ, **TIMES, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *words, str(HERE / script), fault, "3", "1"]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    ran = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
     check_text(ran.stderr, script, fault)
     check_stacks(tmp_path, script, fault)
     if torchrun:
@@ -133,9 +151,15 @@ def test_different_sizes_are_named_with_the_line(programs, tmp_path):
     ran = programs.run(HERE / "fit.py", "sizes", "60", "1", anew=True)
     assert ran.returncode == 134
     assert "3000 vs 4" in ran.stderr, "gloo's own words for the bytes of both"
-    line = next(i for i, text in enumerate((HERE / "fit.py").read_text().splitlines(), 1) if "all_reduce(" in text)
+    line = next(
+        i
+        for i, text in enumerate((HERE / "fit.py").read_text().splitlines(), 1)
+        if "all_reduce(" in text
+    )
     assert re.search(rf'fit.py", line {line} in training_step', ran.stderr), ran.stderr
-    assert re.search(r"^rank 1 of 2 failed .*: killed by SIGABRT", ran.stderr, re.MULTILINE), ran.stderr
+    assert re.search(r"^rank 1 of 2 failed .*: killed by SIGABRT", ran.stderr, re.MULTILINE), (
+        ran.stderr
+    )
 
 
 @pytest.mark.slow

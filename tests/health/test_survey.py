@@ -30,7 +30,9 @@ CPU = torch.device("cpu")
 
 def own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Local work is measured in seconds of this thread on a core, which other processes do not lengthen."""
-    monkeypatch.setattr(surveys, "time", SimpleNamespace(perf_counter=time.thread_time, time=time.time))
+    monkeypatch.setattr(
+        surveys, "time", SimpleNamespace(perf_counter=time.thread_time, time=time.time)
+    )
 
 
 def times(monkeypatch: pytest.MonkeyPatch, name: str, factor: int) -> None:
@@ -47,7 +49,9 @@ def times(monkeypatch: pytest.MonkeyPatch, name: str, factor: int) -> None:
 def slow_link(monkeypatch: pytest.MonkeyPatch, slow: int, factor: int) -> None:
     """Everything that goes to or from rank ``slow`` is sent ``factor`` times."""
 
-    def shift(group: Any, sent: torch.Tensor, received: torch.Tensor, distance: int) -> Callable[[], None]:
+    def shift(
+        group: Any, sent: torch.Tensor, received: torch.Tensor, distance: int
+    ) -> Callable[[], None]:
         to, source = (group.rank + distance) % group.size, (group.rank - distance) % group.size
 
         def work() -> None:
@@ -87,11 +91,17 @@ def test_slow_ranks_are_named_with_what_is_slow() -> None:
         part = float(gemm.split()[-7])
         assert part == pytest.approx(1 / 8, rel=0.5)
         assert copies.startswith("rank 1 (")
-        assert [set(rank.speeds) for rank in made.ranks] == [{"GEMM", "memory", "all-reduce", "link"}] * 4
+        assert [set(rank.speeds) for rank in made.ranks] == [
+            {"GEMM", "memory", "all-reduce", "link"}
+        ] * 4
         assert group.all_gather_object([found.text for found in made.unusual])[0] == [
             found.text for found in made.unusual
         ]
-        spoken = [found.text for found in made.findings if found.about == "versions" and found.level == "OK"]
+        spoken = [
+            found.text
+            for found in made.findings
+            if found.about == "versions" and found.level == "OK"
+        ]
         assert spoken[0].startswith("equal on 4 ranks: trainer_kit ")
 
 
@@ -144,11 +154,16 @@ def test_clocks_and_versions_that_differ() -> None:
         assert "rank 1 (" in clock
         assert float(clock.split("): ")[1].split(" s ")[0]) == pytest.approx(90, abs=5)
         python, torchs = (
-            next(t for t in about(made, "versions") if t.startswith(name)) for name in ("Python", "torch")
+            next(t for t in about(made, "versions") if t.startswith(name))
+            for name in ("Python", "torch")
         )
         assert python.startswith("Python 2.7.18 on rank 1 (")
         assert torchs.startswith("torch 1.13.1 on rank 1 (")
-        levels = {found.text.split()[0]: found.level for found in made.unusual if found.about == "versions"}
+        levels = {
+            found.text.split()[0]: found.level
+            for found in made.unusual
+            if found.about == "versions"
+        }
         assert levels == {"Python": "warning", "torch": "fix"}
 
 
@@ -158,7 +173,9 @@ def test_a_full_disk_is_found_on_the_machine_that_has_it(tmp_path: Path) -> None
         group = ProcessGroup(CPU)
         monkeypatch.setattr(surveys, "_REPEATS", dict.fromkeys(surveys._REPEATS, 1))
         named = f"machine-{group.rank}"
-        monkeypatch.setattr("trainer_kit.health.survey.socket", SimpleNamespace(gethostname=lambda: named))
+        monkeypatch.setattr(
+            "trainer_kit.health.survey.socket", SimpleNamespace(gethostname=lambda: named)
+        )
 
         def full(descriptor: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -180,7 +197,9 @@ def test_a_disk_of_one_megabyte(tmp_path: Path) -> None:
         (found,) = [found for found in made.unusual if found.about == "disk"]
         assert found.level == "fix"
         assert "No space left on device" in found.text
-        levels = {finding.level for finding in check_disk(tmp_path / "small") if finding.about == "disk"}
+        levels = {
+            finding.level for finding in check_disk(tmp_path / "small") if finding.about == "disk"
+        }
         assert levels == {"fix"}
 
 
@@ -200,7 +219,9 @@ def test_a_slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(machine.shutil, "disk_usage", lambda place: usage(64 * 2**20, 0, 64 * 2**20))
+    monkeypatch.setattr(
+        machine.shutil, "disk_usage", lambda place: usage(64 * 2**20, 0, 64 * 2**20)
+    )
     assert shutil.disk_usage("/dev/shm").free == 64 * 2**20
     (found,) = check_shared_memory()
     assert found.level == "fix"
@@ -225,7 +246,10 @@ def ranks(**columns: list[float]) -> list[RankHealth]:
 
 def test_limits_are_parts_of_the_median() -> None:
     def named(*speeds: float, name: str = "GEMM", device: str = "cuda:0") -> list[int]:
-        return [rank.rank for _, rank, _ in slow_ranks(ranks(**{name: list(speeds), "device": [device] * 64}))]
+        return [
+            rank.rank
+            for _, rank, _ in slow_ranks(ranks(**{name: list(speeds), "device": [device] * 64}))
+        ]
 
     assert named(100, 71) == []
     assert named(100, 69) == [1]
@@ -234,7 +258,9 @@ def test_limits_are_parts_of_the_median() -> None:
     assert named(100, 69, device="cpu") == []
     assert named(100, 49, device="cpu") == [1]
     assert named(100, 69, name="link") == []
-    assert named(100, 100, 100, 10, name="all-reduce") == [], "every rank waits for the slowest link"
+    assert named(100, 100, 100, 10, name="all-reduce") == [], (
+        "every rank waits for the slowest link"
+    )
     assert named(100) == []
     assert named() == []
 
@@ -291,7 +317,9 @@ def test_cuda_is_timed_by_events(monkeypatch: pytest.MonkeyPatch) -> None:
     next(durations)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: calls.append("synchronize"))
-    took = surveys._fastest(lambda: calls.append("work"), torch.device("cuda", 0), 3, lambda: calls.append("before"))
+    took = surveys._fastest(
+        lambda: calls.append("work"), torch.device("cuda", 0), 3, lambda: calls.append("before")
+    )
     assert took == 0.002
     assert calls == ["before", "record", "work", "record"] * 4 + ["synchronize"]
     assert all(one != two for one, two in pairwise(calls))

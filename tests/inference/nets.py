@@ -21,7 +21,10 @@ class Block(nn.Module):
         self.register_buffer("mask", torch.ones(width), persistent=False)
 
     def forward(self, x: Tensor, *, cache: dict[str, Tensor] | None = None) -> Tensor:
-        h = self.norm(x + self.attention(x, x, x, need_weights=False)[0]) * self.scale + self.shift * self.mask
+        h = (
+            self.norm(x + self.attention(x, x, x, need_weights=False)[0]) * self.scale
+            + self.shift * self.mask
+        )
         if cache is not None:
             cache["h"] = h
         return h

@@ -26,14 +26,21 @@ def made() -> Hard:
 
 
 @pytest.mark.parametrize(
-    "device_map", [{"": 0}, {"": "cpu"}, {"": "disk"}, {"embed": 0, "blocks.0": "disk", **REST}], ids=str
+    "device_map",
+    [{"": 0}, {"": "cpu"}, {"": "disk"}, {"embed": 0, "blocks.0": "disk", **REST}],
+    ids=str,
 )
 def test_outputs_on_an_accelerator(device_map: dict[str, Any], tmp_path: Path) -> None:
     device = torch.accelerator.current_accelerator()
     assert device is not None
     plain = made().to(device)
     model = tk.dispatch_model(
-        made(), device_map, main_device=0, offload_dir=tmp_path, preload_module_classes=["Lookup"], force_hooks=True
+        made(),
+        device_map,
+        main_device=0,
+        offload_dir=tmp_path,
+        preload_module_classes=["Lookup"],
+        force_hooks=True,
     )
     with torch.no_grad():
         found = model(tokens())["logits"]
@@ -57,9 +64,19 @@ def test_auto_uses_the_accelerator_first() -> None:
 def test_two_accelerators(tmp_path: Path) -> None:
     model = tk.dispatch_model(
         made(),
-        {"embed": 0, "blocks.0": 0, "blocks.1": 1, "recurrent": 1, "lookup": "disk", "norm": "cpu", "head": 1},
+        {
+            "embed": 0,
+            "blocks.0": 0,
+            "blocks.1": 1,
+            "recurrent": 1,
+            "lookup": "disk",
+            "norm": "cpu",
+            "head": 1,
+        },
         offload_dir=tmp_path,
         preload_module_classes=["Lookup"],
     )
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens())["logits"], made()(tokens())["logits"], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            model(tokens())["logits"], made()(tokens())["logits"], rtol=1e-4, atol=1e-5
+        )

@@ -52,7 +52,9 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 @pytest.mark.parametrize("device_map", [{"": "disk"}, MIXED], ids=["disk", "mixed"])
 @pytest.mark.parametrize("offload_buffers", [False, True])
-def test_the_outputs_are_those_of_the_plain_model(device_map: Any, offload_buffers: bool, tmp_path: Path) -> None:
+def test_the_outputs_are_those_of_the_plain_model(
+    device_map: Any, offload_buffers: bool, tmp_path: Path
+) -> None:
     plain, model = made(), made()
     options = {"offload_buffers": offload_buffers, "preload_module_classes": PRELOAD}
     assert tk.dispatch_model(model, device_map, offload_dir=tmp_path, **options) is model
@@ -102,13 +104,19 @@ def test_training_is_refused_unless_offloaded_weights_are_frozen(tmp_path: Path)
     tk.dispatch_model(model, MIXED, offload_dir=tmp_path, preload_module_classes=PRELOAD)
     found = outputs(model)
     assert found["logits"].requires_grad
-    with pytest.raises(StrategyError, match=r"weights that are offloaded are not trained\n.*on disk"):
+    with pytest.raises(
+        StrategyError, match=r"weights that are offloaded are not trained\n.*on disk"
+    ):
         found["logits"].sum().backward()
     with torch.no_grad():
         assert not outputs(model)["logits"].requires_grad
 
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4), nn.Linear(4, 1).requires_grad_(False))
+    base = nn.Sequential(
+        nn.Linear(4, 4).requires_grad_(False),
+        nn.Linear(4, 4),
+        nn.Linear(4, 1).requires_grad_(False),
+    )
     plain = copy.deepcopy(base)
     tk.dispatch_model(base, {"0": "disk", "1": "cpu", "2": "disk"}, offload_dir=tmp_path)
     for net in (base, plain):
@@ -128,33 +136,49 @@ def test_moving_casting_and_loading_are_answered_in_words(tmp_path: Path) -> Non
         model.blocks[0].norm.double,
         lambda: tk.Accelerator(cpu=True).prepare(model),
     ):
-        with pytest.raises(StrategyError, match=r"dispatched model cannot be moved or cast.*\n.*on disk"):
+        with pytest.raises(
+            StrategyError, match=r"dispatched model cannot be moved or cast.*\n.*on disk"
+        ):
             act()
-    with pytest.raises(StrategyError, match="load_state_dict cannot change weights that are offloaded to disk"):
+    with pytest.raises(
+        StrategyError, match="load_state_dict cannot change weights that are offloaded to disk"
+    ):
         model.load_state_dict(state)
 
 
 def test_errors_before_anything_is_moved(tmp_path: Path) -> None:
     model = made()
     with pytest.raises(
-        StrategyError, match=r"no device for head.weight, norm.bias, norm.num_batches_tracked and 3 more"
+        StrategyError,
+        match=r"no device for head.weight, norm.bias, norm.num_batches_tracked and 3 more",
     ):
-        tk.dispatch_model(model, {key: value for key, value in MIXED.items() if key not in ("head", "norm")})
-    with pytest.raises(StrategyError, match=r"(?s)no device for .*'haed' is not a module: did you mean 'head'"):
-        tk.dispatch_model(model, {"haed" if key == "head" else key: value for key, value in MIXED.items()})
+        tk.dispatch_model(
+            model, {key: value for key, value in MIXED.items() if key not in ("head", "norm")}
+        )
+    with pytest.raises(
+        StrategyError, match=r"(?s)no device for .*'haed' is not a module: did you mean 'head'"
+    ):
+        tk.dispatch_model(
+            model, {"haed" if key == "head" else key: value for key, value in MIXED.items()}
+        )
     with pytest.warns(UserWarning, match="names that are not in the model: extra"):
         tk.dispatch_model(model, {"": "cpu", "extra": "cpu"})
-    with pytest.raises(StrategyError, match=r"go to disk, but no directory is given.*\n  fix:   pass offload_dir"):
+    with pytest.raises(
+        StrategyError, match=r"go to disk, but no directory is given.*\n  fix:   pass offload_dir"
+    ):
         tk.dispatch_model(model, MIXED)
     with pytest.raises(StrategyError, match="'gpu' is not a device"):
         tk.dispatch_model(model, {"": "gpu"})
     if not torch.accelerator.is_available():
-        with pytest.raises(StrategyError, match=r"this machine has no device 0\n  found: no accelerator"):
+        with pytest.raises(
+            StrategyError, match=r"this machine has no device 0\n  found: no accelerator"
+        ):
             tk.dispatch_model(model, {**MIXED, "norm": 0}, offload_dir=tmp_path)
     with tk.init_empty_weights():
         empty = made()
     with pytest.raises(
-        StrategyError, match=r"blocks.0.attention.in_proj_bias, .* have no values: they are on the meta"
+        StrategyError,
+        match=r"blocks.0.attention.in_proj_bias, .* have no values: they are on the meta",
     ):
         tk.dispatch_model(empty, {"": "cpu"})
     assert not list(tmp_path.iterdir())
@@ -173,7 +197,9 @@ def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> N
         before = sorted(directory.iterdir())
         with tk.init_empty_weights():
             model = made()
-        model.load_state_dict({k: v for k, v in weights.items() if "norm.running" in k}, strict=False, assign=True)
+        model.load_state_dict(
+            {k: v for k, v in weights.items() if "norm.running" in k}, strict=False, assign=True
+        )
         for name, buffer in plain.named_buffers():
             model.get_buffer(name).copy_(buffer)
         tk.disk_offload(model, directory, preload_module_classes=PRELOAD)
@@ -183,7 +209,10 @@ def test_a_model_without_values_reads_a_checkpoint_in_place(tmp_path: Path) -> N
     with tk.init_empty_weights():
         model = made()
     files = json.loads((hub / "model.safetensors.index.json").read_text())["weight_map"]
-    index = {name: {"safetensors_file": str(hub / file), "weight_name": name} for name, file in files.items()}
+    index = {
+        name: {"safetensors_file": str(hub / file), "weight_name": name}
+        for name, file in files.items()
+    }
     tk.dispatch_model(model, {"": "disk"}, offload_index=index, preload_module_classes=PRELOAD)
     with torch.no_grad():
         assert same(outputs(model), outputs(plain))
@@ -202,12 +231,21 @@ def test_an_accelerator_is_visited_and_left_again() -> None:
     x = torch.ones(2, 8)
     layer = tk.cpu_offload(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).eval(), "meta")
     before = [p.detach().clone() for p in layer.parameters()]
-    layer[0].register_forward_pre_hook(lambda m, args: seen.append((m.weight.device.type, args[0].device.type)))
+    layer[0].register_forward_pre_hook(
+        lambda m, args: seen.append((m.weight.device.type, args[0].device.type))
+    )
     assert layer(x.to("meta")).device.type == "meta"
     assert seen == [("meta", "meta")]
     assert layer[1].running_mean.device.type == "meta"  # buffers stay where it computes
     assert all(torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True))
-    spread = {"embed": "meta", "head": "meta", "blocks": "cpu", "recurrent": "cpu", "lookup": "cpu", "norm": "cpu"}
+    spread = {
+        "embed": "meta",
+        "head": "meta",
+        "blocks": "cpu",
+        "recurrent": "cpu",
+        "lookup": "cpu",
+        "norm": "cpu",
+    }
     tk.dispatch_model(model, spread, preload_module_classes=PRELOAD)
     assert model.blocks[0].norm.weight.device.type == "cpu"
     assert model(tokens().to("meta"))["logits"].device.type == "meta"
@@ -224,7 +262,8 @@ def test_weights_leave_after_an_error_and_inputs_without_values_are_named(tmp_pa
         model(torch.ones(2, 4))
     assert {p.device.type for p in model.parameters()} == {"meta"}
     with pytest.raises(
-        StrategyError, match=r"an input of 'the model' has no values\n.*\n  fix:   create inputs on 'cpu'"
+        StrategyError,
+        match=r"an input of 'the model' has no values\n.*\n  fix:   create inputs on 'cpu'",
     ):
         model(torch.ones(2, 4, device="meta"))
 
@@ -234,7 +273,9 @@ def test_hooks_that_a_module_had_before_use_its_weights_and_may_fail(tmp_path: P
     torch.manual_seed(0)
     normed: Any = nn.utils.weight_norm(nn.Linear(4, 5))
     pruned: Any = prune.l1_unstructured(nn.Linear(5, 6), "weight", amount=0.5)  # type: ignore[no-untyped-call]
-    model = nn.Sequential(normed, pruned, nn.utils.spectral_norm(nn.Linear(6, 3)), nn.Linear(3, 2)).eval()
+    model = nn.Sequential(
+        normed, pruned, nn.utils.spectral_norm(nn.Linear(6, 3)), nn.Linear(3, 2)
+    ).eval()
     x, failing = torch.randn(2, 4), [False]
 
     def fail(module: nn.Module, args: Any) -> None:
@@ -261,7 +302,8 @@ def test_replacing_offloaded_weights_is_an_error(tmp_path: Path) -> None:
     export(other.state_dict(), tmp_path / "other")
     expected = other(x)
     replaced = (
-        r"'(weight|bias)' of the model was replaced after the model was dispatched\n[^\0]*call dispatch_model again"
+        r"'(weight|bias)' of the model was replaced after the model was dispatched\n"
+        r"[^\0]*call dispatch_model again"
     )
     for device_map in (None, {"": "disk"}):
         spread = tk.disk_offload(copy.deepcopy(model), tmp_path / "offloaded")
@@ -281,7 +323,12 @@ def test_one_module_under_two_names(tmp_path: Path) -> None:
     model = nn.Sequential(layer, nn.ReLU(), layer)
     with torch.no_grad():
         expected = model(x)
-        for device_map in ({"": "disk"}, {"0": "disk", "2": "cpu"}, {"0": "disk", "2": "disk"}, {"": "cpu"}):
+        for device_map in (
+            {"": "disk"},
+            {"0": "disk", "2": "cpu"},
+            {"0": "disk", "2": "disk"},
+            {"": "cpu"},
+        ):
             tk.dispatch_model(model, device_map, offload_dir=tmp_path)
             assert torch.equal(model(x), expected)
             assert torch.equal(copy.deepcopy(model)(x), expected)
@@ -320,7 +367,11 @@ def test_a_file_that_is_written_again_is_not_read_as_if_it_were_the_same(tmp_pat
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(3, 4)
     file = export(model.state_dict(), tmp_path / "model.safetensors")
     whole, expected = file.read_bytes(), model(x)
-    for change in (lambda: file.write_bytes(whole), lambda: os.replace(tmp_path / "new", file), file.unlink):
+    for change in (
+        lambda: file.write_bytes(whole),
+        lambda: os.replace(tmp_path / "new", file),
+        file.unlink,
+    ):
         file.write_bytes(whole)
         (tmp_path / "new").write_bytes(whole)
         spread = tk.load_checkpoint_and_dispatch(copy.deepcopy(model), file, {"": "disk"})

@@ -17,7 +17,14 @@ from tests.inference.nets import Hard, tokens
 from trainer_kit.checkpoint import export, write_checkpoint, write_sharded
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, StrategyError
 
-SPLIT = {"embed": "cpu", "blocks": "disk", "recurrent": "cpu", "lookup": "disk", "norm": "disk", "head": "cpu"}
+SPLIT = {
+    "embed": "cpu",
+    "blocks": "disk",
+    "recurrent": "cpu",
+    "lookup": "disk",
+    "norm": "disk",
+    "head": "cpu",
+}
 
 
 def trained() -> Hard:
@@ -47,7 +54,9 @@ def indexed(directory: Path) -> Path:
     parts = {"first.bin": names[:5], "second.bin": names[5:]}
     for file, part in parts.items():
         torch.save({name: found[name] for name in part}, directory / file)
-    (directory / "index.json").write_text(json.dumps({name: file for file, part in parts.items() for name in part}))
+    (directory / "index.json").write_text(
+        json.dumps({name: file for file, part in parts.items() for name in part})
+    )
     return directory
 
 
@@ -81,10 +90,17 @@ def test_every_kind_of_checkpoint(device_map: Any, places: dict[str, Path], tmp_
     with torch.no_grad():
         logits = expected(tokens())["logits"]
     for kind, checkpoint in places.items():
-        in_place = kind not in ("torch", "bin", "bins", "bins index") or not isinstance(device_map, dict)
+        in_place = kind not in ("torch", "bin", "bins", "bins index") or not isinstance(
+            device_map, dict
+        )
         folder = None if in_place or "disk" not in device_map.values() else tmp_path / "offload"
         model = tk.load_checkpoint_and_dispatch(
-            empty(), checkpoint, device_map, offload_folder=folder, preload_module_classes=["Lookup"], strict=True
+            empty(),
+            checkpoint,
+            device_map,
+            offload_folder=folder,
+            preload_module_classes=["Lookup"],
+            strict=True,
         )
         with torch.no_grad():
             assert torch.equal(model(tokens())["logits"], logits), kind
@@ -99,7 +115,9 @@ def test_every_kind_of_checkpoint(device_map: Any, places: dict[str, Path], tmp_
 def test_dtypes_and_two_steps(tmp_path: Path) -> None:
     checkpoint = export(weights(), tmp_path / "hub", max_shard_size=700)
     model = empty()
-    tk.load_checkpoint_in_model(model, checkpoint, SPLIT, dtype="bfloat16", keep_in_fp32_modules=["norm"])
+    tk.load_checkpoint_in_model(
+        model, checkpoint, SPLIT, dtype="bfloat16", keep_in_fp32_modules=["norm"]
+    )
     assert model.blocks[0].scale.device.type == "meta"
     tk.dispatch_model(model, SPLIT, preload_module_classes=["Lookup"])
     state = model.state_dict()
@@ -107,7 +125,9 @@ def test_dtypes_and_two_steps(tmp_path: Path) -> None:
     for name, tensor in expected.items():
         wide = "norm." in name or not tensor.is_floating_point()
         assert torch.equal(state[name], tensor if wide else tensor.to(torch.bfloat16)), name
-    real = Hard()  # a model with values of its own is overwritten, its parameters stay the same objects
+    real = (
+        Hard()
+    )  # a model with values of its own is overwritten, its parameters stay the same objects
     own = real.embed.weight
     tk.load_checkpoint_in_model(real, checkpoint)
     assert real.embed.weight is own is real.head.weight
@@ -118,28 +138,43 @@ def test_dtypes_and_two_steps(tmp_path: Path) -> None:
 
 def test_differences_are_named(tmp_path: Path) -> None:
     found = weights()
-    renamed = {name.replace("lookup", "lookout"): value for name, value in found.items() if name != "norm.weight"}
+    renamed = {
+        name.replace("lookup", "lookout"): value
+        for name, value in found.items()
+        if name != "norm.weight"
+    }
     part = export(renamed, tmp_path / "part.safetensors")
-    with pytest.raises(CheckpointError, match=r"(?s)lacks lookup.*has lookout.*did you mean 'lookout.dense.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"(?s)lacks lookup.*has lookout.*did you mean 'lookout.dense.weight'"
+    ):
         tk.load_checkpoint_in_model(empty(), part)
     with pytest.raises(CheckpointError, match="lacks lookup"):
         tk.load_checkpoint_in_model(Hard(), part, strict=True)
-    with pytest.warns(UserWarning, match=r"lacks lookup.*, and has lookout.*strict=True makes this an error"):
+    with pytest.warns(
+        UserWarning, match=r"lacks lookup.*, and has lookout.*strict=True makes this an error"
+    ):
         tk.load_checkpoint_in_model(Hard(), part)
     extra = export({**found, "extra": torch.ones(1)}, tmp_path / "extra.safetensors")
     with pytest.raises(CheckpointError, match=r"has extra, which the model does not have\n"):
         tk.load_checkpoint_in_model(empty(), extra, strict=True)
     with pytest.raises(CheckpointError, match="the checkpoint lacks"):
-        tk.load_checkpoint_in_model(Hard(), export({"x": torch.ones(1)}, tmp_path / "x.safetensors"))
+        tk.load_checkpoint_in_model(
+            Hard(), export({"x": torch.ones(1)}, tmp_path / "x.safetensors")
+        )
     model = empty()
     other = export({**found, "norm.weight": torch.ones(9)}, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match=r"\[9\] in the checkpoint, and the model has \[8\]\n.*norm.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"\[9\] in the checkpoint, and the model has \[8\]\n.*norm.weight"
+    ):
         tk.load_checkpoint_in_model(model, other)
     assert model.embed.weight.device.type == "meta"  # nothing was loaded
     torch.save({**found, "head.weight": found["embed.weight"] + 1}, tmp_path / "two.bin")
     two = {**found, "head.weight": found["embed.weight"] + 1}
     for checkpoint in (tmp_path / "two.bin", export(two, tmp_path / "two.safetensors")):
-        with pytest.raises(CheckpointError, match=r"(?s)it differs from 'embed.weight'.*head.weight.*without this tie"):
+        with pytest.raises(
+            CheckpointError,
+            match=r"(?s)it differs from 'embed.weight'.*head.weight.*without this tie",
+        ):
             tk.load_checkpoint_in_model(model, checkpoint)
     assert model.embed.weight.device.type == "meta"
     two["head.weight"] = found["embed.weight"].clone()
@@ -190,7 +225,9 @@ def test_damaged_hostile_and_foreign_files(tmp_path: Path) -> None:
 def test_wrong_calls(tmp_path: Path) -> None:
     torch.save(weights(), tmp_path / "old.bin")
     model = empty()
-    with pytest.raises(ConfigurationError, match=r"go to disk, and cannot be read(?s:.*)offload_folder"):
+    with pytest.raises(
+        ConfigurationError, match=r"go to disk, and cannot be read(?s:.*)offload_folder"
+    ):
         tk.load_checkpoint_and_dispatch(model, tmp_path / "old.bin", {"": "disk"})
     with pytest.raises(StrategyError, match="has no device for"):
         tk.load_checkpoint_and_dispatch(model, tmp_path / "old.bin", {"embed": "cpu"})

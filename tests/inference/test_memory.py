@@ -51,10 +51,14 @@ print(json.dumps(told))
 """
 
 
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks are read from /proc")
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="peaks are read from /proc"
+)
 def test_offloading_needs_memory_for_one_layer_and_no_copies(tmp_path: Path) -> None:
     weight = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)) / WIDTH**0.5
-    hub = export({f"{i}.weight": weight for i in range(LAYERS)}, tmp_path / "hub", max_shard_size="100MB")
+    hub = export(
+        {f"{i}.weight": weight for i in range(LAYERS)}, tmp_path / "hub", max_shard_size="100MB"
+    )
     x = torch.linspace(0, 1, WIDTH)[None]
     for _ in range(LAYERS):
         x = F.linear(x, weight)
@@ -79,4 +83,7 @@ def test_offloading_needs_memory_for_one_layer_and_no_copies(tmp_path: Path) -> 
     assert peaks[0] < 1, peaks  # nothing was loaded
     for peak, held in zip(peaks[1:], (0, LAYERS // 2, LAYERS), strict=True):
         assert held * 0.9 <= peak <= held + 4, peaks
-    assert all(found == pytest.approx(x.double().sum().item(), rel=1e-4) for _, found in json.loads(ran.stdout)[1:])
+    assert all(
+        found == pytest.approx(x.double().sum().item(), rel=1e-4)
+        for _, found in json.loads(ran.stdout)[1:]
+    )

@@ -38,7 +38,9 @@ def test_two_processes() -> None:
                 batch = texts([size])[0]
                 found = net(batch if not dist.get_rank() else None)
                 if last or "gather_output" in options:
-                    torch.testing.assert_close(found["logits"], whole(batch)["logits"], rtol=1e-12, atol=1e-12)
+                    torch.testing.assert_close(
+                        found["logits"], whole(batch)["logits"], rtol=1e-12, atol=1e-12
+                    )
                 else:
                     assert found is None
     check_tied_weights()

@@ -33,7 +33,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(20, 64)
-        self.body = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.LayerNorm(64))
+        self.body = nn.Sequential(
+            nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.LayerNorm(64)
+        )
         self.head = nn.Linear(64, 20)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -62,15 +64,26 @@ def test_it_is_the_precision_of_that_name(mode: str, tmp_path: Path) -> None:
     torch.save(weights, tmp_path / "old.bin")
     hub = export(weights, tmp_path / "hub", max_shard_size="20kB")
     offload = {"offload_folder": tmp_path / "offload"}
-    split = {"embed": "cpu", "body.0": "disk", "body.1": "cpu", "body.2": "cpu", "body.3": "disk", "head": "disk"}
+    split = {
+        "embed": "cpu",
+        "body.0": "disk",
+        "body.1": "cpu",
+        "body.2": "cpu",
+        "body.3": "disk",
+        "head": "disk",
+    }
     made = [
         tk.load_and_quantize_model(trained(), config),
         tk.load_and_quantize_model(empty(), config, hub, device_map="auto"),
         tk.load_and_quantize_model(empty(), config, hub, device_map=split, **offload),
-        tk.load_and_quantize_model(empty(), config, tmp_path / "old.bin", device_map={"": "disk"}, **offload),
+        tk.load_and_quantize_model(
+            empty(), config, tmp_path / "old.bin", device_map={"": "disk"}, **offload
+        ),
     ]
     again = export(made[0].state_dict(), tmp_path / "quantised")
-    made.append(tk.load_and_quantize_model(empty(), config, again, device_map={"": "disk"}, **offload))
+    made.append(
+        tk.load_and_quantize_model(empty(), config, again, device_map={"": "disk"}, **offload)
+    )
     for model in made:
         with torch.no_grad():
             assert torch.equal(model(ids), expected(ids))
@@ -90,7 +103,11 @@ def test_skipped_modules_keep_their_dtype(tmp_path: Path) -> None:
         keep_in_fp32_modules=["3"],
     )
     model = tk.load_and_quantize_model(empty(), config, hub)
-    dtypes = [model.embed.weight.dtype, *(model.body[i].weight.dtype for i in (0, 2, 3)), model.head.weight.dtype]
+    dtypes = [
+        model.embed.weight.dtype,
+        *(model.body[i].weight.dtype for i in (0, 2, 3)),
+        model.head.weight.dtype,
+    ]
     assert dtypes == [torch.bfloat16, torch.bfloat16, torch.uint8, torch.float32, torch.uint8]
     assert model.body[2].fp4_absmax.dtype == torch.float32
     tied = copy.deepcopy(trained())
@@ -110,7 +127,9 @@ def test_wrong_calls(tmp_path: Path) -> None:
     ):
         with pytest.raises(PrecisionError, match=reason):
             tk.BnbQuantizationConfig(**options)
-    with pytest.raises(PrecisionError, match=r"the model has no weights to quantise\n(?s:.*)as weights_location"):
+    with pytest.raises(
+        PrecisionError, match=r"the model has no weights to quantise\n(?s:.*)as weights_location"
+    ):
         tk.load_and_quantize_model(empty(), config)
     with pytest.raises(PrecisionError, match="no layer of this model can be quantised"):
         tk.load_and_quantize_model(nn.Sequential(nn.Embedding(2, 64), nn.Linear(64, 2)), config)

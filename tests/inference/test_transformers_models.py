@@ -27,7 +27,9 @@ BLOCKS = {"llama": "LlamaDecoderLayer", "gpt2": "GPT2Block"}
 
 
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True)])
-def test_a_model_of_transformers(kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_transformers(
+    kind: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -56,7 +58,9 @@ def test_a_model_of_transformers(kind: str, tied: bool, tmp_path: Path, monkeypa
     half = tk.infer_auto_device_map(model, {"cpu": int(whole * 0.7)}, [BLOCKS[kind]])
     assert set(half.values()) == {"cpu", "disk"}
     for device_map in ({"": "disk"}, half):
-        model = tk.load_checkpoint_and_dispatch(empty(), tmp_path / "hub", device_map, skip_keys="past_key_values")
+        model = tk.load_checkpoint_and_dispatch(
+            empty(), tmp_path / "hub", device_map, skip_keys="past_key_values"
+        )
         with torch.no_grad():
             mine, theirs = model(words, labels=words), plain(words, labels=words)
             assert torch.equal(mine.logits, theirs.logits)
@@ -70,9 +74,13 @@ def test_a_model_of_transformers(kind: str, tied: bool, tmp_path: Path, monkeypa
         with pytest.raises(StrategyError, match="weights that are offloaded are not trained"):
             model(words, labels=words).loss.backward()
 
-    quantise = tk.BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32")
+    quantise = tk.BnbQuantizationConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="fp32"
+    )
     if kind == "gpt2":
-        with pytest.raises(PrecisionError, match=r"no layer of this model can be quantised\n(?s:.*)Conv1D"):
+        with pytest.raises(
+            PrecisionError, match=r"no layer of this model can be quantised\n(?s:.*)Conv1D"
+        ):
             tk.load_and_quantize_model(empty(), quantise, tmp_path / "hub")
         return
     model = tk.load_and_quantize_model(empty(), quantise, tmp_path / "hub", device_map={"": "cpu"})

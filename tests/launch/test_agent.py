@@ -112,17 +112,28 @@ def script(tmp_path: Path) -> Path:
 
 
 def _environ(**more: str) -> dict[str, str]:
-    own = {name: value for name, value in os.environ.items() if name not in ("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST")}
+    own = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONUNBUFFERED", "PYTEST_CURRENT_TEST")
+    }
     return {**own, "PYTHONPATH": str(ROOT), "TMPDIR": os.getcwd(), **more}
 
 
 def _run(*command: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *command], env=_environ(**environ), capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, *command],
+        env=_environ(**environ),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
     )
 
 
-def _become(command: list[str], directory: str, environ: dict[str, str], streams: list[Connection]) -> None:
+def _become(
+    command: list[str], directory: str, environ: dict[str, str], streams: list[Connection]
+) -> None:
     """Turn a fork of a process that has imported torch into ``python *command``."""
     import trainer_kit.core.environment
     import trainer_kit.launch.agent
@@ -132,7 +143,11 @@ def _become(command: list[str], directory: str, environ: dict[str, str], streams
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(directory)
-    for module in (trainer_kit.core.environment, trainer_kit.launch.agent, trainer_kit.launch.program):
+    for module in (
+        trainer_kit.core.environment,
+        trainer_kit.launch.agent,
+        trainer_kit.launch.program,
+    ):
         module.START_DIRECTORY = directory  # type: ignore[attr-defined]
     for number, stream in enumerate(streams, start=1):
         os.dup2(stream.fileno(), number)
@@ -154,7 +169,9 @@ class _Forked:
         self.process.start()
         for _, writer in pipes:
             writer.close()
-        self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes)
+        self.stdout, self.stderr = (
+            os.fdopen(os.dup(reader.fileno()), encoding="utf-8") for reader, _ in pipes
+        )
         for reader, _ in pipes:
             reader.close()
 
@@ -226,7 +243,9 @@ def _state(pid: int) -> str:
         return "(zombie)"
 
 
-def test_ranks_get_the_script_its_arguments_and_torchruns_variables(script: Path, tmp_path: Path) -> None:
+def test_ranks_get_the_script_its_arguments_and_torchruns_variables(
+    script: Path, tmp_path: Path
+) -> None:
     ran = _run("-X", "dev", "-W", "error", "train.py", "show", "--flag=a b", OMP_NUM_THREADS="3")
     assert (ran.returncode, ran.stderr) == (0, "")
     lines = sorted(ran.stdout.splitlines())
@@ -262,7 +281,11 @@ def test_the_first_exception_is_the_headline(script: Path) -> None:
     ran = _forked("train.py", "echo")
     assert ran.returncode == 1
     told = ran.stderr.splitlines()
-    at = next(number for number, line in enumerate(told) if line.startswith("rank 1 of 2 failed at step 25 ("))
+    at = next(
+        number
+        for number, line in enumerate(told)
+        if line.startswith("rank 1 of 2 failed at step 25 (")
+    )
     assert told[at].endswith("): ValueError: bad label -1")
     assert told[at + 1] == "  Traceback (most recent call last):"
     assert "train.py" in told[at + 2]
@@ -323,7 +346,9 @@ def test_a_signal_is_final(script: Path) -> None:
     assert _no_rank_lives()
 
 
-@pytest.mark.parametrize(("mode", "number"), [("wait", "SIGTERM"), ("obey", "SIGTERM"), ("wait", "SIGHUP")])
+@pytest.mark.parametrize(
+    ("mode", "number"), [("wait", "SIGTERM"), ("obey", "SIGTERM"), ("wait", "SIGHUP")]
+)
 def test_a_signal_to_the_agent_ends_all(script: Path, mode: str, number: str) -> None:
     with _start("train.py", mode) as agent:
         _until("ready")

@@ -30,7 +30,11 @@ strategy.stop()
 
 
 def started(
-    ranks: Iterable[int], world: int, seconds: float = 60, port: int | None = None, dies: int | None = None
+    ranks: Iterable[int],
+    world: int,
+    seconds: float = 60,
+    port: int | None = None,
+    dies: int | None = None,
 ) -> list[subprocess.Popen[str]]:
     shared = {
         "MASTER_ADDR": "127.0.0.1",
@@ -50,7 +54,8 @@ def started(
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("ranks", "world", "missing"), [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")]
+    ("ranks", "world", "missing"),
+    [((0, 2), 4, "ranks 1, 3 of 4"), ((1, 2), 3, "rank 0 at 127.0.0.1:")],
 )
 def test_missing_ranks_are_named(ranks: tuple[int, ...], world: int, missing: str) -> None:
     port = free_port()
@@ -61,7 +66,9 @@ def test_missing_ranks_are_named(ranks: tuple[int, ...], world: int, missing: st
     lines = [said, *speaker.communicate(timeout=100)[1].splitlines()]
     quiet = other.communicate(timeout=100)[1]
     assert (speaker.returncode, other.returncode) == (1, 1), (lines, quiet)
-    assert [line for line in lines if line.startswith("waiting for")][-1].startswith(f"waiting for {missing}"), lines
+    assert [line for line in lines if line.startswith("waiting for")][-1].startswith(
+        f"waiting for {missing}"
+    ), lines
     assert "waiting for" not in quiet, "one speaks"
     assert any("not every process has connected" in line for line in lines), lines
     assert any(f"without {missing}" in line for line in lines), lines
@@ -74,7 +81,10 @@ def test_a_late_rank_is_waited_for() -> None:
     assert first.stderr is not None
     line = first.stderr.readline()
     [second] = started([1], 2, port=port)
-    assert [one.communicate(timeout=60)[0] for one in (first, second)] == ["started 0\n", "started 1\n"]
+    assert [one.communicate(timeout=60)[0] for one in (first, second)] == [
+        "started 0\n",
+        "started 1\n",
+    ]
     assert line.startswith("waiting for rank 1 of 2: not there after")
 
 
@@ -94,5 +104,7 @@ def test_a_rank_that_is_killed_while_all_connect_is_named() -> None:
 @pytest.mark.parametrize("said", ["30s", "0", "-1"])
 def test_patience_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch, said: str) -> None:
     monkeypatch.setenv("TRAINER_KIT_PATIENCE", said)
-    with pytest.raises(ConfigurationError, match="TRAINER_KIT_PATIENCE must be a number of seconds"):
+    with pytest.raises(
+        ConfigurationError, match="TRAINER_KIT_PATIENCE must be a number of seconds"
+    ):
         patience()

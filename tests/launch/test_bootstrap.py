@@ -15,7 +15,9 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import trainer_kit.launch.bootstrap as bootstrap
 
 
-def _rank(*words: str, options: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+def _rank(
+    *words: str, options: tuple[str, ...] = (), **environ: str
+) -> subprocess.CompletedProcess[str]:
     """Start a rank as the agent does; nothing here imports torch."""
     return subprocess.run(
         [sys.executable, *options, str(bootstrap.__file__), *words],
@@ -43,7 +45,11 @@ def _script(text: str) -> str:
 
 
 def test_nothing_is_imported_before_the_script() -> None:
-    ran = _rank(_script("import sys; print(sorted(m for m in sys.modules if m.startswith(('torch', 'trainer_kit'))))"))
+    ran = _rank(
+        _script(
+            "import sys; print(sorted(m for m in sys.modules if m.startswith(('torch', 'trainer_kit'))))"
+        )
+    )
     assert ran.stdout == "['trainer_kit.launch.bootstrap']\n"
 
 
@@ -60,7 +66,9 @@ def test_a_script_finds_its_neighbours(options: tuple[str, ...]) -> None:
 def test_a_module_and_a_directory_run() -> None:
     Path("package").mkdir()
     Path("package/__init__.py").touch()
-    Path("package/job.py").write_text("import sys; print(__name__, __spec__.name, sys.argv[1:], __package__)")
+    Path("package/job.py").write_text(
+        "import sys; print(__name__, __spec__.name, sys.argv[1:], __package__)"
+    )
     Path("package/__main__.py").write_text("import sys; print(__name__, sys.argv[1:])")
     assert _rank("-m", "package.job", "-x").stdout == "__main__ package.job ['-x'] package\n"
     assert _rank("-m", "package", "1").stdout == "__main__ ['1']\n"
@@ -100,16 +108,24 @@ def test_errors_without_a_printable_message_are_reported() -> None:
 
 
 def test_an_error_of_this_library_is_reported_with_the_users_frames_only() -> None:
-    script = _script("import trainer_kit.checkpoint as c\ndef load():\n    c.read_checkpoint('nope')\nload()")
+    script = _script(
+        "import trainer_kit.checkpoint as c\ndef load():\n    c.read_checkpoint('nope')\nload()"
+    )
     _rank(script, PYTHONPATH=str(Path(__file__).parents[2]))
-    frames = [line for line in _report()["py_callstack"].splitlines() if line.lstrip().startswith("File ")]
+    frames = [
+        line for line in _report()["py_callstack"].splitlines() if line.lstrip().startswith("File ")
+    ]
     assert len(frames) == 2
     assert all("train.py" in frame for frame in frames)
     assert _report()["type"] == "trainer_kit.core.errors.MissingCheckpointError"
-    assert _report()["text"].startswith("nope: this path contains no checkpoint\n  found: no checkpoint is in ")
+    assert _report()["text"].startswith(
+        "nope: this path contains no checkpoint\n  found: no checkpoint is in "
+    )
 
 
-@pytest.mark.parametrize(("code", "reported"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)])
+@pytest.mark.parametrize(
+    ("code", "reported"), [("sys.exit(0)", False), ("sys.exit()", False), ("sys.exit(3)", True)]
+)
 def test_exits(code: str, reported: bool) -> None:
     ran = _rank(_script(f"import sys; {code}"))
     assert ran.returncode == (3 if reported else 0)
@@ -135,8 +151,14 @@ def test_without_a_place_to_write_the_exception_is_printed() -> None:
 
 def test_under_torchs_agent_an_exception_is_reported_and_printed() -> None:
     code = "from trainer_kit.launch import report_errors; report_errors(lambda: 'step 2'); raise ValueError('bad')"
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TORCHELASTIC_ERROR_FILE": "error.json"}
-    ran = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+        "TORCHELASTIC_ERROR_FILE": "error.json",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=False
+    )
     assert ran.stderr.endswith("ValueError: bad\n")
     assert (_report()["text"], _report()["where"]) == ("bad", "step 2")
 

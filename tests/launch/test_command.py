@@ -19,11 +19,19 @@ from trainer_kit.launch.program import split_command
         (["python", "a.py", "-m", "x"], [], ["a.py", "-m", "x"]),
         (["python", "-i", "a.py"], [], ["a.py"]),
         (["python", "-iu", "-Wd", "a.py"], ["-u", "-Wd"], ["a.py"]),
-        (["python", "-X", "dev", "-Xutf8", "-OO", "a.py"], ["-X", "dev", "-Xutf8", "-OO"], ["a.py"]),
+        (
+            ["python", "-X", "dev", "-Xutf8", "-OO", "a.py"],
+            ["-X", "dev", "-Xutf8", "-OO"],
+            ["a.py"],
+        ),
         (["python", "-bW", "error", "-m", "p.q", "-c"], ["-bW", "error"], ["-m", "p.q", "-c"]),
         (["python", "-mp.q", "1"], [], ["-m", "p.q", "1"]),
         (["python", "-Bc", "pass"], ["-B"], ["-c", "pass"]),
-        (["python", "--check-hash-based-pycs", "never", "a.py"], ["--check-hash-based-pycs", "never"], ["a.py"]),
+        (
+            ["python", "--check-hash-based-pycs", "never", "a.py"],
+            ["--check-hash-based-pycs", "never"],
+            ["a.py"],
+        ),
         (["python", "-"], [], ["-"]),
         (["python"], [], []),
     ],
@@ -40,7 +48,9 @@ def test_a_test_is_not_run_again() -> None:
 
 
 @pytest.mark.parametrize("command", [["python"], ["python", "-q", "-"]])
-def test_an_interactive_session_is_not_run_again(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+def test_an_interactive_session_is_not_run_again(
+    monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
     monkeypatch.delitem(sys.modules, "_pytest")
     monkeypatch.setattr(sys, "orig_argv", command)
     with pytest.raises(LaunchError, match="an interactive session or code from standard input"):
@@ -59,7 +69,9 @@ def test_a_child_process_is_not_run_again() -> None:
         run_forked(lambda rank: rerun_command(), 1)
 
 
-def test_a_script_is_found_from_another_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_script_is_found_from_another_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delitem(sys.modules, "_pytest")
     script = tmp_path / "train.py"
     script.touch()

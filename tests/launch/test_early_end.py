@@ -13,7 +13,9 @@ from trainer_kit.core.errors import RankError
 from trainer_kit.launch.failure import RankFailure, find_cause, note_end, with_early_ends
 from trainer_kit.launch.processes import run_forked
 
-LOST = RankFailure(0, 1, 20, "RuntimeError", "Connection closed by peer [127.0.0.1]", where="step 6")
+LOST = RankFailure(
+    0, 1, 20, "RuntimeError", "Connection closed by peer [127.0.0.1]", where="step 6"
+)
 
 SCRIPT = """
 import os, sys, torch
@@ -41,7 +43,9 @@ if __name__ == "__main__":
 def test_headline_page_and_journal_name_the_rank_that_left(tmp_path: Path, way: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    ended = subprocess.run([sys.executable, script, way], cwd=tmp_path, capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, script, way], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     verb, cause = "ended", "with exit code 0, while other ranks train"
     if way == "raise":
         verb, cause = "failed", "RuntimeError: the disk is on fire"
@@ -86,7 +90,9 @@ def test_an_end_is_the_cause_only_where_every_failure_is_a_broken_connection() -
     assert with_early_ends([LOST], []) == [LOST]
 
 
-def test_a_rank_reads_why_its_connection_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reads_why_its_connection_broke(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     agent = tmp_path / "trainer_kit-x"
     report = agent / "attempt_0" / "0" / "error.json"
     report.parent.mkdir(parents=True)

@@ -41,13 +41,24 @@ def test_order() -> None:
 
 def test_words() -> None:
     own = RankFailure(
-        1, 1, 2, "ValueError", "bad\nmore", "Traceback:\n  here\nValueError: bad\nmore\n", "host-a", 77, "step 3"
+        1,
+        1,
+        2,
+        "ValueError",
+        "bad\nmore",
+        "Traceback:\n  here\nValueError: bad\nmore\n",
+        "host-a",
+        77,
+        "step 3",
     )
     others = [RankFailure(rank, -15, 3, stopped=True) for rank in range(2, 14)]
     told = describe([*others, RankFailure(0, 1, 1, "RuntimeError", GLOO), own], 14).splitlines()
     assert told[0] == "rank 1 of 14 failed at step 3 (host-a, pid 77): ValueError: bad"
     assert told[1:5] == ["  Traceback:", "    here", "  ValueError: bad", "  more"]
-    assert told[5] == "after it: rank 0 lost the connection; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 4 more stopped"
+    assert (
+        told[5]
+        == "after it: rank 0 lost the connection; ranks 2, 3, 4, 5, 6, 7, 8, 9 and 4 more stopped"
+    )
 
 
 @pytest.mark.parametrize(

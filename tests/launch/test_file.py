@@ -35,7 +35,9 @@ def test_every_kind_loads(tmp_path: Path, name: str) -> None:
     assert found.values.keys() == found.lines.keys()
     lines = SAMPLES[name].splitlines()
     for option, line in found.lines.items():
-        known = TOP.get(option) or next(options[option] for options in SECTIONS.values() if option in options)
+        known = TOP.get(option) or next(
+            options[option] for options in SECTIONS.values() if option in options
+        )
         names = (known.name, *known.aliases, "fp16", "dynamo_backend")
         assert any(each in lines[line - 1] for each in names), f"{option} is not in line {line}"
 
@@ -65,7 +67,10 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
     assert values["fp8.yaml"]["fp8_override_linear_precision"] == ["false", "false", "false"]
     assert values["dynamo.yaml"]["dynamo_mode"] == "reduce-overhead"
     assert values["tpu.yaml"]["tpu_vm"] == ["one", "two"]
-    assert values["sagemaker.yaml"]["additional_args"] == {"disable_profiler": "true", "tags": ["one", "two"]}
+    assert values["sagemaker.yaml"]["additional_args"] == {
+        "disable_profiler": "true",
+        "tags": ["one", "two"],
+    }
     assert values["sagemaker.yaml"]["pytorch_version"] == "2.6.0"
     assert values["old.yaml"] == {
         "distributed_type": "NO", "mixed_precision": "fp16", "dynamo_backend": "NO", "num_processes": 1,
@@ -75,7 +80,9 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
         "compute_environment": "LOCAL_MACHINE", "use_cpu": True, "num_processes": 2, "mixed_precision": "bf16",
     }  # fmt: skip
     assert read(tmp_path, "gpu_ids: [0, 2]\n").values["gpu_ids"] == "0,2"
-    assert read(tmp_path, '{"mixed_precision": false}', "config.json").values == {"mixed_precision": "no"}
+    assert read(tmp_path, '{"mixed_precision": false}', "config.json").values == {
+        "mixed_precision": "no"
+    }
     assert read(tmp_path, "").values == {}
 
 
@@ -83,7 +90,10 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("debug: &a no\nuse_cpu: &a no\n", "config.yaml:2: &a is given twice"),
-        ("debug: no\nnum_proceses: 2\n", "config.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?"),
+        (
+            "debug: no\nnum_proceses: 2\n",
+            "config.yaml:2: num_proceses: unknown key, did you mean 'num_processes'?",
+        ),
         (
             "fsdp_config:\n  fsdp_sharding_stratgy: 1\n",
             "config.yaml:2: fsdp_config.fsdp_sharding_stratgy: unknown key, did you mean 'fsdp_sharding_strategy'?",
@@ -94,14 +104,23 @@ def test_values_mean_the_same_as_in_accelerate(tmp_path: Path) -> None:
             "config.yaml:1: NCCL_DEBUG: unknown key, a variable for the script belongs under environment:",
         ),
         ("num_processes: two\n", "config.yaml:1: num_processes: is a whole number, not 'two'"),
-        ("max_restarts: -1\n", "config.yaml:1: max_restarts: is a whole number, 0 or more, not '-1'"),
+        (
+            "max_restarts: -1\n",
+            "config.yaml:1: max_restarts: is a whole number, 0 or more, not '-1'",
+        ),
         (
             "gradient_accumulation_steps: 0\n",
             "config.yaml:1: gradient_accumulation_steps: is a whole number, 1 or more, not '0'",
         ),
         ("\nnum_processes:\n  - 2\n", "config.yaml:3: num_processes: is one value, not a list"),
-        ("mixed_precision: bf17\n", "config.yaml:1: mixed_precision: is one of no, fp16, bf16, fp8, not 'bf17'"),
-        ("main_process_port: 70000\n", "config.yaml:1: main_process_port: is a port, 0 to 65535, not '70000'"),
+        (
+            "mixed_precision: bf17\n",
+            "config.yaml:1: mixed_precision: is one of no, fp16, bf16, fp8, not 'bf17'",
+        ),
+        (
+            "main_process_port: 70000\n",
+            "config.yaml:1: main_process_port: is a port, 0 to 65535, not '70000'",
+        ),
         ("use_cpu: maybe\n", "config.yaml:1: use_cpu: is true or false, not 'maybe'"),
         (
             "fsdp_config:\n  fsdp_sharding_strategy: 9\n",
@@ -169,7 +188,11 @@ def mutate(draw: random.Random, text: str) -> str:
         spot = draw.randrange(len(text) + 1)
         kind = draw.randrange(9)
         if kind == 0:
-            text = text[:spot] + chr(draw.choice([draw.randrange(128), draw.randrange(0x3000)])) + text[spot + 1 :]
+            text = (
+                text[:spot]
+                + chr(draw.choice([draw.randrange(128), draw.randrange(0x3000)]))
+                + text[spot + 1 :]
+            )
         elif kind == 1:
             text = text[:spot] + draw.choice(NASTY) + text[spot:]
         elif kind == 2:
@@ -199,7 +222,10 @@ def unknown_keys(text: str) -> set[str]:
     loaded = yaml.load(text, Loader=yaml.BaseLoader) or {}
     if not isinstance(loaded, dict):
         return set() if str(loaded).lower() in ("~", "null", "none") else {loaded}
-    top = {name for option in TOP.values() for name in (option.name, *option.aliases)} | {*SECTIONS, "dynamo_backend"}
+    top = {name for option in TOP.values() for name in (option.name, *option.aliases)} | {
+        *SECTIONS,
+        "dynamo_backend",
+    }
     unknown = set(loaded) - top
     for section, options in SECTIONS.items():
         names = {name for option in options.values() for name in (option.name, *option.aliases)}

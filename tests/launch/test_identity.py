@@ -19,7 +19,9 @@ SHOW = "from trainer_kit.launch.program import arguments, script; print(script()
 
 def run(directory, *command):
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=directory, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -44,7 +46,10 @@ def test_a_test_is_not_a_script():
         (["--api_key", "abc", "--lr", "1"], ["--api_key", "***", "--lr", "1"]),
         (["password=abc", "model.hf_token=abc"], ["password=***", "model.hf_token=***"]),
         (["--verbose", "name"], ["--verbose", "name"]),
-        (["--max-tokens", "128", "--pad-token=<pad>"], ["--max-tokens", "128", "--pad-token=<pad>"]),
+        (
+            ["--max-tokens", "128", "--pad-token=<pad>"],
+            ["--max-tokens", "128", "--pad-token=<pad>"],
+        ),
         (["--secret", "-x1", "--lr", "1"], ["--secret", "***", "--lr", "1"]),
         (["postgres://me:pw@host/db"], ["postgres://me:***@host/db"]),
         ([], []),
@@ -68,11 +73,19 @@ def test_secrets_of_the_command_line_are_masked(words, kept):
         ),
         # Our agent's ranks have torch's variables too; it restarts them itself.
         (
-            {"TRAINER_KIT_AGENT_PID": "5", "TRAINER_KIT_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "x"},
+            {
+                "TRAINER_KIT_AGENT_PID": "5",
+                "TRAINER_KIT_RESTART_COUNT": "1",
+                "TORCHELASTIC_RUN_ID": "x",
+            },
             {f"agent 5 on {socket.gethostname()}": True},
         ),
         (
-            {"TRAINER_KIT_AGENT_PID": "5", "TRAINER_KIT_RUN": json.dumps({"id": "f00"}), "SLURM_JOB_ID": "7"},
+            {
+                "TRAINER_KIT_AGENT_PID": "5",
+                "TRAINER_KIT_RUN": json.dumps({"id": "f00"}),
+                "SLURM_JOB_ID": "7",
+            },
             {"slurm 7": False, "agent f00": False},
         ),
     ],

@@ -30,7 +30,9 @@ def port() -> int:
 
 def on_each(port: int, *calls):
     """Call each with its machine, all at the same time; what each returned or raised."""
-    machines = [Machines(len(calls), rank, "127.0.0.1", port, timeout=20) for rank in range(len(calls))]
+    machines = [
+        Machines(len(calls), rank, "127.0.0.1", port, timeout=20) for rank in range(len(calls))
+    ]
 
     def one(rank: int):
         try:
@@ -68,7 +70,9 @@ def test_they_meet_fail_and_part(port: int) -> None:
     (mine, status), (theirs, other_status) = on_each(port, first, second)
     assert status == other_status == 137
     assert {failure.rank for failure in mine} == {failure.rank for failure in theirs} == {0, 2}
-    assert next(failure for failure in theirs if failure.rank == 0) == RankFailure(0, -9, 5.0, host="a")
+    assert next(failure for failure in theirs if failure.rank == 0) == RankFailure(
+        0, -9, 5.0, host="a"
+    )
 
 
 def test_a_machine_that_does_not_answer_is_lost(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +89,9 @@ def test_a_machine_that_does_not_answer_is_lost(port: int, monkeypatch: pytest.M
 
 
 def test_they_must_be_started_alike(port: int) -> None:
-    told = on_each(port, lambda machine: machine.meet(ABOUT), lambda machine: machine.meet({"processes": 3}))
+    told = on_each(
+        port, lambda machine: machine.meet(ABOUT), lambda machine: machine.meet({"processes": 3})
+    )
     assert all("started with different options" in str(error) for error in told)
     assert "processes=3 on machine 1, 2 on machine 0" in str(told[1])
 
@@ -155,7 +161,9 @@ def test_a_stranger_in_the_store_has_no_say(port: int, monkeypatch: pytest.Monke
     assert on_each(port, first, second) == [([], 0), ([], 0)]
 
 
-def test_machines_with_different_tokens_do_not_meet(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_with_different_tokens_do_not_meet(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRAINER_KIT_RUN_TOKEN", "secret")
     store = TCPStore("127.0.0.1", port, None, True, timedelta(seconds=20), False)
     SignedStore(store).set("here/0", json.dumps(ABOUT))
@@ -188,13 +196,17 @@ for table in ("tcp", "tcp6"):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("address", ["own", "service", "unknown"])
-def test_rank_0_listens_at_one_address(address: str, port: int, tmp_path: Path, programs: Programs) -> None:
+def test_rank_0_listens_at_one_address(
+    address: str, port: int, tmp_path: Path, programs: Programs
+) -> None:
     own = own_address_towards("192.0.2.200")
     if address == "service" and own in (None, "192.0.2.200"):
         pytest.skip("this machine has no network")
     script = tmp_path / "rank.py"
     script.write_text(RANK)
-    master = {"own": "127.0.0.1", "service": "192.0.2.200", "unknown": "no-such-host.invalid"}[address]
+    master = {"own": "127.0.0.1", "service": "192.0.2.200", "unknown": "no-such-host.invalid"}[
+        address
+    ]
     place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     place |= {"MASTER_ADDR": master, "MASTER_PORT": str(port)}
     ran = programs.run(script, environment={**os.environ, **place})

@@ -51,7 +51,10 @@ def test_a_store_that_this_process_has_forgotten_hangs_no_rank() -> None:
 
     kept, dropped = Node(), Node()
     for one in (kept, dropped):
-        one.myself, one.store = one, dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False)
+        one.myself, one.store = (
+            one,
+            dist.TCPStore("127.0.0.1", 0, 1, is_master=True, wait_for_workers=False),
+        )
     del one, dropped
 
     def collect(rank: int) -> int:
@@ -64,7 +67,9 @@ def test_a_store_that_this_process_has_forgotten_hangs_no_rank() -> None:
     run_forked(collect, 2)
 
 
-def test_ranks_can_be_forked_after_a_process_group_was_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_can_be_forked_after_a_process_group_was_destroyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The destructor of a group joins its threads, which a forked process does not have: ranks aborted or hung."""
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
 

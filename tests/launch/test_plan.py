@@ -16,7 +16,13 @@ from trainer_kit.compat.fp8 import launched_recipe
 from trainer_kit.core.configuration_sources import ORIGINS, Chosen, choose, variable
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, PrecisionError
-from trainer_kit.launch.configuration import Resolved, accelerates_default, default_file, our_default, resolve
+from trainer_kit.launch.configuration import (
+    Resolved,
+    accelerates_default,
+    default_file,
+    our_default,
+    resolve,
+)
 from trainer_kit.launch.plan import plan
 from trainer_kit.strategies import MeshStrategy
 from trainer_kit.strategies.megatron.config import from_launcher
@@ -39,7 +45,9 @@ def cpu(**given) -> dict[str, Chosen]:
     return flags(distributed_type="MULTI_CPU", use_cpu=True, **given)
 
 
-def options(text: str = "", given: dict[str, Chosen] | None = None, environ: dict[str, str] | None = None) -> Resolved:
+def options(
+    text: str = "", given: dict[str, Chosen] | None = None, environ: dict[str, str] | None = None
+) -> Resolved:
     path = Path("config.yaml")
     path.write_text(text)
     return resolve(given or {}, path, environ or {})
@@ -58,12 +66,18 @@ def test_each_level_wins_over_the_ones_below() -> None:
     found = options("\nmixed_precision: bf16\n", None, both)
     assert (found["mixed_precision"], found.origin("mixed_precision")) == ("bf16", "config.yaml:2")
     found = options("mixed_precision: bf16\n", flags(mixed_precision="no"), both)
-    assert (found["mixed_precision"], found.origin("mixed_precision")) == ("no", "flag --mixed_precision")
+    assert (found["mixed_precision"], found.origin("mixed_precision")) == (
+        "no",
+        "flag --mixed_precision",
+    )
     assert choose("mixed_precision", "fp16", "no", both) == Chosen("fp16", "argument")
 
 
 def test_the_script_receives_values_and_their_sources() -> None:
-    found = plan(options("mixed_precision: bf16\n", cpu(num_processes=2, gradient_accumulation_steps=4)), ALONE)
+    found = plan(
+        options("mixed_precision: bf16\n", cpu(num_processes=2, gradient_accumulation_steps=4)),
+        ALONE,
+    )
     told = dict(found.environ)
     origins = json.loads(told.pop(ORIGINS))
     assert told == {
@@ -73,14 +87,18 @@ def test_the_script_receives_values_and_their_sources() -> None:
     }
     assert origins["mixed_precision"] == "config.yaml:1"
     assert variable("mixed_precision", found.environ) == Chosen("bf16", "config.yaml:1")
-    assert variable("gradient_accumulation_steps", found.environ) == Chosen("4", "flag --gradient_accumulation_steps")
+    assert variable("gradient_accumulation_steps", found.environ) == Chosen(
+        "4", "flag --gradient_accumulation_steps"
+    )
     assert variable("mixed_precision", {**found.environ, ORIGINS: "[{"}) == Chosen(
         "bf16", "environment TRAINER_KIT_MIXED_PRECISION"
     )
 
 
 def test_variables_are_checked() -> None:
-    with pytest.raises(ConfigurationError, match="TRAINER_KIT_NUM_PROCESSES: num_processes is a whole"):
+    with pytest.raises(
+        ConfigurationError, match="TRAINER_KIT_NUM_PROCESSES: num_processes is a whole"
+    ):
         options("", None, {"TRAINER_KIT_NUM_PROCESSES": "many"})
 
 
@@ -106,7 +124,12 @@ def test_default_files() -> None:
 
 def test_one_process_by_default() -> None:
     found = plan(options("", cpu()), ALONE)
-    assert (found.processes, found.machines.count, found.in_place, found.max_restarts) == (1, 1, False, 0)
+    assert (found.processes, found.machines.count, found.in_place, found.max_restarts) == (
+        1,
+        1,
+        False,
+        0,
+    )
 
 
 def test_several_machines() -> None:
@@ -129,7 +152,11 @@ def test_several_machines() -> None:
     [
         ("distributed_type: NO\nnum_processes: 2\n", {}, "one process cannot be distributed"),
         (SAMPLES["open.yaml"], cpu(), "does not set the number of processes"),
-        ("", cpu(num_processes=3, num_machines=2, main_process_ip="10.0.0.7"), "the same number of processes"),
+        (
+            "",
+            cpu(num_processes=3, num_machines=2, main_process_ip="10.0.0.7"),
+            "the same number of processes",
+        ),
         ("", cpu(num_processes=0), "the same number of processes"),
         ("", cpu(num_machines=2, machine_rank=2), "the rank of this machine is out of range"),
         ("", cpu(num_processes=2, num_machines=2), "need the address of the first"),
@@ -142,25 +169,45 @@ def test_contradictions(text: str, given: dict[str, Chosen], problem: str) -> No
 
 def test_deepspeed_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["deepspeed.yaml"]), ALONE)
-    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
+    told = {
+        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+    }
     assert (made.processes, told["distributed_type"], told["zero_stage"]) == (2, "DEEPSPEED", "3")
     assert (told["offload_param_device"], float(told["gradient_clipping"])) == ("cpu", 1.0)
     assert {"offload_optimizer_device", "gradient_accumulation_steps"}.isdisjoint(told)
-    assert tuple(made.ignored) == ("deepspeed_multinode_launcher", "deepspeed_hostfile", "zero3_save_16bit_model")
-    assert "zero_stage" not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
+    assert tuple(made.ignored) == (
+        "deepspeed_multinode_launcher",
+        "deepspeed_hostfile",
+        "zero3_save_16bit_model",
+    )
+    assert (
+        "zero_stage"
+        not in plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n"), ALONE).environ
+    )
 
 
 def test_megatron_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["megatron.yaml"]), ALONE)
-    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
-    assert (made.processes, told["distributed_type"], told["megatron_lm_tp_degree"]) == (4, "MEGATRON_LM", "2")
-    with pytest.raises(ConfigurationError, match="megatron_lm_num_micro_batches is not an option of MegatronStrategy"):
+    told = {
+        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+    }
+    assert (made.processes, told["distributed_type"], told["megatron_lm_tp_degree"]) == (
+        4,
+        "MEGATRON_LM",
+        "2",
+    )
+    with pytest.raises(
+        ConfigurationError,
+        match="megatron_lm_num_micro_batches is not an option of MegatronStrategy",
+    ):
         from_launcher(told)
 
 
 def test_fsdp_reaches_the_ranks() -> None:
     made = plan(options(SAMPLES["fsdp.yaml"]), ALONE)
-    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
+    told = {
+        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+    }
     assert told["distributed_type"] == "FSDP"
     assert told["fsdp_transformer_layer_cls_to_wrap"] == "LlamaDecoderLayer"
     assert tuple(made.ignored) == ()
@@ -168,8 +215,14 @@ def test_fsdp_reaches_the_ranks() -> None:
 
 def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made = plan(options(SAMPLES["fsdp2.yaml"]), ALONE)
-    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()}
-    assert (made.processes, told["distributed_type"], told["parallelism_config_tp_size"]) == (8, "FSDP", "2")
+    told = {
+        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in made.environ.items()
+    }
+    assert (made.processes, told["distributed_type"], told["parallelism_config_tp_size"]) == (
+        8,
+        "FSDP",
+        "2",
+    )
     for name, value in made.environ.items():
         monkeypatch.setenv(name, value)
     eight = Environment(world_size=8, local_world_size=8, source="torchrun")
@@ -183,7 +236,9 @@ def test_a_mesh_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     mesh = "parallelism_config: {parallelism_config_tp_size: 2}\n"
     with pytest.raises(ConfigurationError, match="this engine does not support a device mesh"):
         plan(options("distributed_type: DEEPSPEED\nnum_processes: 2\n" + mesh), ALONE)
-    with pytest.raises(ConfigurationError, match="dividing sequences by DeepSpeed is not supported yet"):
+    with pytest.raises(
+        ConfigurationError, match="dividing sequences by DeepSpeed is not supported yet"
+    ):
         plan(options(SAMPLES["fsdp2.yaml"].replace("_sp_size: 1", "_sp_size: 2")), ALONE)
     alone = plan(options("distributed_type: MULTI_CPU\nnum_processes: 2\n" + mesh), ALONE).environ
     assert alone["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
@@ -197,14 +252,23 @@ def test_tpus_are_driven_by_one_process_or_by_one_each() -> None:
     text = SAMPLES["tpu.yaml"].replace("use_cluster: true", "use_cluster: false")
     made = plan(options(text + "num_processes: 1\nmixed_precision: bf16\nmax_restarts: 2\n"), ALONE)
     assert (made.processes, made.in_place, made.through, made.max_restarts) == (1, False, (), 2)
-    assert {"A": "1", "TRAINER_KIT_DISTRIBUTED_TYPE": "XLA", "TRAINER_KIT_MIXED_PRECISION": "bf16"}.items() <= (
-        made.environ.items()
-    )
+    assert {
+        "A": "1",
+        "TRAINER_KIT_DISTRIBUTED_TYPE": "XLA",
+        "TRAINER_KIT_MIXED_PRECISION": "bf16",
+    }.items() <= (made.environ.items())
     assert {"tpu_name", "tpu_zone", "tpu_vm", "downcast_bf16"} == set(made.ignored)
-    made = plan(options("distributed_type: TPU\nnum_processes: 1\nmain_training_function: run\n"), ALONE)
+    made = plan(
+        options("distributed_type: TPU\nnum_processes: 1\nmain_training_function: run\n"), ALONE
+    )
     assert tuple(made.ignored) == ("main_training_function",)
     made = plan(options("distributed_type: TPU\nnum_processes: 8\nmax_restarts: 2\n"), ALONE)
-    assert (made.processes, made.in_place, made.max_restarts, tuple(made.ignored)) == (1, True, 0, ("max_restarts",))
+    assert (made.processes, made.in_place, made.max_restarts, tuple(made.ignored)) == (
+        1,
+        True,
+        0,
+        ("max_restarts",),
+    )
     assert made.through == ("-m", "trainer_kit.launch.each_device")
     assert made.environ["TRAINER_KIT_NUM_PROCESSES"] == "8"
     with pytest.raises(ConfigurationError, match="TPU pods are not supported yet"):
@@ -221,8 +285,14 @@ def test_a_job_on_sagemaker_is_refused() -> None:
 def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     text = SAMPLES["accelerates_fp8.yaml"].replace("MULTI_GPU", "MULTI_CPU")
     found = plan(options(text), ALONE)
-    told = {name.removeprefix("TRAINER_KIT_").lower(): value for name, value in found.environ.items()}
-    assert (told["mixed_precision"], told["fp8_backend"], told["fp8_format"]) == ("fp8", "TE", "E4M3")
+    told = {
+        name.removeprefix("TRAINER_KIT_").lower(): value for name, value in found.environ.items()
+    }
+    assert (told["mixed_precision"], told["fp8_backend"], told["fp8_format"]) == (
+        "fp8",
+        "TE",
+        "E4M3",
+    )
     for name, value in found.environ.items():
         monkeypatch.setenv(name, value)
     assert launched_recipe() == tk.TERecipeKwargs(fp8_format="E4M3", amax_compute_algo="max")
@@ -235,7 +305,9 @@ def test_fp8_options_reach_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRAINER_KIT_FP8_BACKEND", "XY")
     with pytest.raises(ConfigurationError, match="fp8_backend is one of TE, MSAMP, AO"):
         launched_recipe()
-    plain = plan(options(text.replace("mixed_precision: fp8", "mixed_precision: bf16")), ALONE).environ
+    plain = plan(
+        options(text.replace("mixed_precision: fp8", "mixed_precision: bf16")), ALONE
+    ).environ
     assert not [name for name in plain if "FP8" in name]
 
 
@@ -272,7 +344,9 @@ def kind(text: str, *words: str, environ: dict[str, str] | None = None) -> tuple
         ("distributed_type: MULTI_GPU\nuse_deepspeed: true\n", (), ("DEEPSPEED", False)),
     ],
 )
-def test_devices_and_engine_are_two_choices(text: str, words: tuple[str, ...], found: tuple[str | None, bool]) -> None:
+def test_devices_and_engine_are_two_choices(
+    text: str, words: tuple[str, ...], found: tuple[str | None, bool]
+) -> None:
     assert kind(text, *words) == found
 
 
@@ -293,10 +367,17 @@ def test_one_level_asks_for_one_kind_of_run(text: str, words: tuple[str, ...]) -
 
 def test_defaults_of_the_wizard_do_not_override_variables() -> None:
     wizards = SAMPLES["plain.yaml"] + "dynamo_backend: 'NO'\n"
-    around = {"ACCELERATE_DEBUG_MODE": "1", "ACCELERATE_DYNAMO_BACKEND": "inductor", "ACCELERATE_USE_CPU": "true"}
+    around = {
+        "ACCELERATE_DEBUG_MODE": "1",
+        "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_USE_CPU": "true",
+    }
     found = options(wizards, None, around)
     assert (found["debug"], found["dynamo_backend"], found["use_cpu"]) == (True, "INDUCTOR", True)
-    assert found.origin("debug") == "environment ACCELERATE_DEBUG_MODE, before the default in config.yaml:2"
+    assert (
+        found.origin("debug")
+        == "environment ACCELERATE_DEBUG_MODE, before the default in config.yaml:2"
+    )
     made = plan(found, ALONE).environ
     assert (made["TRAINER_KIT_DEBUG"], made["TRAINER_KIT_DYNAMO_BACKEND"]) == ("1", "INDUCTOR")
     # A value that says something counts before a variable, also where that is off.
@@ -311,7 +392,9 @@ def test_defaults_of_the_wizard_do_not_override_variables() -> None:
 def test_variables_of_a_file_reach_the_script() -> None:
     text = "distributed_type: MULTI_CPU\nnum_processes: 2\nenvironment:\n  NCCL_DEBUG: INFO\n  OTHER: '1'\n"
     found = options(text, flags(tpu_env=["OTHER=2", "EMPTY="]))
-    assert {"NCCL_DEBUG": "INFO", "OTHER": "2", "EMPTY": ""}.items() <= plan(found, ALONE).environ.items()
+    assert {"NCCL_DEBUG": "INFO", "OTHER": "2", "EMPTY": ""}.items() <= plan(
+        found, ALONE
+    ).environ.items()
     assert "OTHER" not in os.environ
     for wrong, problem in {
         "environment: [A]\n": "is a mapping of variables",
@@ -327,11 +410,16 @@ def test_variables_of_a_file_reach_the_script() -> None:
 def test_a_named_tpu_file_is_read(tmp_path: Path) -> None:
     Path("pod.yaml").write_text("tpu_env: [A=1]\ntpu_name: pod\ndowncast_bf16: 'yes'\n")
     found = options("num_processes: 1\ntpu_config_file: pod.yaml\n")
-    assert (found["distributed_type"], found["tpu_env"], found.origin("tpu_name")) == ("XLA", ["A=1"], "config.yaml:2")
+    assert (found["distributed_type"], found["tpu_env"], found.origin("tpu_name")) == (
+        "XLA",
+        ["A=1"],
+        "config.yaml:2",
+    )
     assert plan(found, ALONE).environ["A"] == "1"
     Path("pod.yaml").write_text("num_processes: 8\n")
     with pytest.raises(
-        ConfigurationError, match=r"yaml:1: tpu_config_file: pod\.yaml:1: num_processes is not a TPU key"
+        ConfigurationError,
+        match=r"yaml:1: tpu_config_file: pod\.yaml:1: num_processes is not a TPU key",
     ):
         options("tpu_config_file: pod.yaml\n")
 
@@ -339,7 +427,9 @@ def test_a_named_tpu_file_is_read(tmp_path: Path) -> None:
 def test_a_mesh_that_is_asked_for_has_an_axis() -> None:
     size = "parallelism_config: {parallelism_config_tp_size: 2}\n"
     given = cpu(num_processes=2, use_parallelism_config=True)
-    assert plan(options(size, given), ALONE).environ["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
+    assert (
+        plan(options(size, given), ALONE).environ["TRAINER_KIT_PARALLELISM_CONFIG_TP_SIZE"] == "2"
+    )
     for text, words in (("", given), (size, cpu(num_processes=2, use_parallelism_config=False))):
         with pytest.raises(ConfigurationError, match="a parallelism_config needs an axis above 1"):
             plan(options(text, words), ALONE)
@@ -360,7 +450,9 @@ def test_options_that_need_an_agent_start_one() -> None:
     assert not plan(options("", cpu()), ALONE).supervised
     for option in ({"tee": "3"}, {"log_dir": "logs"}, {"role": "worker"}, {"max_restarts": 1}):
         assert plan(options("", cpu(**option)), ALONE).supervised
-    slurm = Environment(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm")
+    slurm = Environment(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm"
+    )
     found = plan(options("", cpu(tee="3", max_restarts=2)), slurm)
     assert (found.supervised, tuple(found.ignored)) == (False, ("tee", "max_restarts"))
 
@@ -375,7 +467,9 @@ def test_options_without_effect_are_named() -> None:
 
 
 def test_under_slurm_one_task_for_each_process() -> None:
-    here = Environment(rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm")
+    here = Environment(
+        rank=3, world_size=4, local_rank=1, local_world_size=2, node_rank=1, source="slurm"
+    )
     found = plan(options("", cpu()), here)
     assert (found.in_place, found.processes) == (True, 2)
     with pytest.raises(ConfigurationError, match="starts a different number of processes"):
@@ -384,13 +478,24 @@ def test_under_slurm_one_task_for_each_process() -> None:
 
 def test_under_slurm_one_task_on_each_machine() -> None:
     here = Environment(
-        rank=1, world_size=2, local_world_size=1, node_rank=1, master_addr="node1", master_port=15001, source="slurm"
+        rank=1,
+        world_size=2,
+        local_world_size=1,
+        node_rank=1,
+        master_addr="node1",
+        master_port=15001,
+        source="slurm",
     )
     assert plan(options("", cpu()), here).in_place
     found = plan(options("", cpu(num_processes=4)), here)
     assert (found.in_place, found.processes) == (False, 2)
     machines = found.machines
-    assert (machines.count, machines.rank, machines.address, machines.port) == (2, 1, "node1", 15001)
+    assert (machines.count, machines.rank, machines.address, machines.port) == (
+        2,
+        1,
+        "node1",
+        15001,
+    )
 
 
 def test_a_launcher_of_one_process_is_none() -> None:

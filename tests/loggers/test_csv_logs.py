@@ -91,7 +91,9 @@ def test_how_many_steps_wait(tmp_path, every, written):
     logger = CSVLogger(tmp_path, version=0, flush_logs_every_n_steps=every)
     for step in range(5):
         logger.log_metrics({"a": 1.0}, step)
-    assert ([int(row["step"]) for row in rows(logger)] if written else logger.path.exists()) == (written or False)
+    assert ([int(row["step"]) for row in rows(logger)] if written else logger.path.exists()) == (
+        written or False
+    )
     logger.save()
     assert [int(row["step"]) for row in rows(logger)] == list(range(5))
 
@@ -141,7 +143,9 @@ def test_the_next_process_removes_files_of_a_killed_one(tmp_path, programs):
 
     directory = tmp_path / "x" / "1"
     directory.mkdir(parents=True)
-    half = "; ".join(f"hidden_path(Path({name!r}), 'tmp').touch()" for name in ("metrics.csv", "hparams.json"))
+    half = "; ".join(
+        f"hidden_path(Path({name!r}), 'tmp').touch()" for name in ("metrics.csv", "hparams.json")
+    )
     died = programs.run_code(
         f"import os; from pathlib import Path; os.chdir({str(directory)!r});"
         f"from trainer_kit.core.atomic_files import hidden_path; {half}"
@@ -159,10 +163,20 @@ def test_the_next_process_removes_files_of_a_killed_one(tmp_path, programs):
 
 def test_names_and_values_of_every_kind_survive(tmp_path):
     logger = CSVLogger(tmp_path, version=0, prefix="p")
-    values = {'a,"b"': float("nan"), "ü": float("-inf"), "big": 1e300, "count": 10**20, "third": 1 / 3}
+    values = {
+        'a,"b"': float("nan"),
+        "ü": float("-inf"),
+        "big": 1e300,
+        "count": 10**20,
+        "third": 1 / 3,
+    }
     logger.log_metrics(values, 0)
     logger.save()
-    back = {name.removeprefix("p-"): float(value) for name, value in rows(logger)[0].items() if name != "step"}
+    back = {
+        name.removeprefix("p-"): float(value)
+        for name, value in rows(logger)[0].items()
+        if name != "step"
+    }
     assert math.isnan(back.pop('a,"b"'))
     assert back == {"ü": float("-inf"), "big": 1e300, "count": 1e20, "third": 1 / 3}
 
@@ -195,7 +209,9 @@ def test_wrong_calls(tmp_path):
         CSVLogger(tmp_path, flush_logs_every_n_steps=0)
 
 
-@pytest.mark.parametrize("content", ["a,b\n1,2\n", "step,a\nx,1\n", "step,a\n\n1,2\nzwei,3\n", "a,step\n1\n"])
+@pytest.mark.parametrize(
+    "content", ["a,b\n1,2\n", "step,a\nx,1\n", "step,a\n\n1,2\nzwei,3\n", "a,step\n1\n"]
+)
 def test_a_file_that_is_not_a_table_of_metrics_is_left_alone(tmp_path, content):
     logger = CSVLogger(tmp_path, version=0)
     Path(logger.log_dir).mkdir(parents=True)
@@ -208,7 +224,10 @@ def test_a_file_that_is_not_a_table_of_metrics_is_left_alone(tmp_path, content):
 
 def test_many_writes_agree_with_one(tmp_path):
     generator = torch.Generator().manual_seed(0)
-    often, once = CSVLogger(tmp_path, version=0), CSVLogger(tmp_path, version=1, flush_logs_every_n_steps=10**9)
+    often, once = (
+        CSVLogger(tmp_path, version=0),
+        CSVLogger(tmp_path, version=1, flush_logs_every_n_steps=10**9),
+    )
     for _ in range(200):
         step, column, flush = torch.randint(0, 40, (3,), generator=generator).tolist()
         value = torch.rand((), generator=generator).item()
@@ -221,7 +240,9 @@ def test_many_writes_agree_with_one(tmp_path):
     often.save()
     once.save()
     key = sorted(rows(once)[0])
-    assert [[row[name] for name in key] for row in rows(often)] == [[row[name] for name in key] for row in rows(once)]
+    assert [[row[name] for name in key] for row in rows(often)] == [
+        [row[name] for name in key] for row in rows(once)
+    ]
     assert len(rows(often)) == 40
 
 
@@ -237,7 +258,11 @@ def test_evaluations_after_a_fit_leave_its_last_row(tmp_path, logged):
             self.log("test_score" if logged else "score", self.value)
 
     logger, module = CSVLogger(tmp_path), Scored()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     trainer = Trainer(max_epochs=1, logger=logger, log_every_n_steps=1, accelerator="cpu", **quiet)
     batches = [torch.ones(2, 32)]
     trainer.fit(module, batches * 2, batches)
@@ -258,7 +283,8 @@ def test_evaluations_after_a_fit_leave_its_last_row(tmp_path, logged):
     ]
     assert not logged or [row["test_score"] for row in rows] == ["", "", "", "3.0"]
     assert [
-        line[: len(old)] for line, old in zip(logger.path.read_text().splitlines()[1:3], before[1:], strict=True)
+        line[: len(old)]
+        for line, old in zip(logger.path.read_text().splitlines()[1:3], before[1:], strict=True)
     ] == (before[1:])
 
 

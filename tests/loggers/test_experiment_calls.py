@@ -69,7 +69,12 @@ class Pictures(tk.Callback):
 def fit(place: Path, **options) -> tk.Trainer:
     loggers = [TensorBoardLogger(place / "tb", log_graph=True), CSVLogger(place / "csv")]
     trainer = tk.Trainer(
-        max_epochs=1, accelerator="cpu", logger=loggers, log_every_n_steps=1, enable_progress_bar=False, **options
+        max_epochs=1,
+        accelerator="cpu",
+        logger=loggers,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        **options,
     )
     trainer.logger.experiment.add_text("before", "the fit", 0)
     trainer.logger.log_hyperparams({"lr": 0.1})
@@ -87,11 +92,15 @@ def test_a_fit_writes_what_other_packages_write(tmp_path: Path) -> None:
     assert [event.value for event in read.Scalars("direct")] == [1.5]
     assert tags["histograms"] == ["weights"]
     assert {"image", "figure", "images"} <= {*tags["images"]}
-    assert {"before/text_summary", "start/text_summary", "end/text_summary", "curve"} <= {*tags["tensors"]}
+    assert {"before/text_summary", "start/text_summary", "end/text_summary", "curve"} <= {
+        *tags["tensors"]
+    }
     assert tags["graph"]
     both = Path(trainer.loggers[0].log_dir) / "both_two"
     assert [event.value for event in events(both).Scalars("both")] == [2.0] * 4
-    with open(Path(trainer.loggers[1].log_dir) / "metrics.csv", newline="") as file:  # the second logger has its own
+    with open(
+        Path(trainer.loggers[1].log_dir) / "metrics.csv", newline=""
+    ) as file:  # the second logger has its own
         rows = list(csv.DictReader(file))
     assert "loss" in rows[0]
     assert "own/loss" not in rows[0]
@@ -108,8 +117,13 @@ def test_only_rank_zero_writes() -> None:
     dist.barrier()
     if dist.get_rank() == 0:
         found = events(trainer.logger.log_dir)
-        assert [event.step for event in found.Scalars("own/loss")] == [0, 1]  # half of the batches each
-        assert len(list(Path(box[0]).rglob("events.out*"))) == 3  # the run's own, and one for each line of add_scalars
+        assert [event.step for event in found.Scalars("own/loss")] == [
+            0,
+            1,
+        ]  # half of the batches each
+        assert (
+            len(list(Path(box[0]).rglob("events.out*"))) == 3
+        )  # the run's own, and one for each line of add_scalars
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(box[0])

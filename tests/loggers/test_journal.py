@@ -25,7 +25,9 @@ def test_each_logged_line_is_written_at_once(tmp_path):
     assert logger.path == tmp_path / "journal.jsonl"
     logger.log_hyperparams({"lr": 0.1, "optim": {"api_key": "k", "betas": (0.9, float("inf"))}})
     logger.log_metrics({"loss": torch.tensor(0.5), "epoch": 0}, 3)
-    first, second = (json.loads(line) for line in logger.path.read_text(encoding="utf-8").splitlines())
+    first, second = (
+        json.loads(line) for line in logger.path.read_text(encoding="utf-8").splitlines()
+    )
     assert list(second) == ["step", "time", "loss", "epoch"]
     assert (second["step"], second["loss"], second["epoch"]) == (3, 0.5, 0)
     assert first["hparams"] == {"lr": 0.1, "optim": {"api_key": "***", "betas": [0.9, "Infinity"]}}
@@ -38,7 +40,10 @@ def test_each_logged_line_is_written_at_once(tmp_path):
 
 def test_numbers_come_back_whatever_they_are(tmp_path):
     logger = JSONLLogger(tmp_path, prefix="p")
-    logger.log_metrics({"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "ü": 1 / 3, "n": 10**20}, 0)
+    logger.log_metrics(
+        {"nan": float("nan"), "inf": float("inf"), "minus": float("-inf"), "ü": 1 / 3, "n": 10**20},
+        0,
+    )
     line = logger.path.read_text(encoding="utf-8")
     assert '"p-nan": "NaN", "p-inf": "Infinity", "p-minus": "-Infinity"' in line
     (record,) = read_journal(logger.path)
@@ -65,7 +70,10 @@ def test_a_torn_last_line_is_ignored_and_then_cut_off(tmp_path, torn):
         file.write(torn)
     assert [record["step"] for record in read_journal(logger.path)] == [0]
     JSONLLogger(tmp_path, version=0).log_metrics({"a": 2.0}, 1)
-    assert [(record["step"], record["a"]) for record in read_journal(logger.path)] == [(0, 1.0), (1, 2.0)]
+    assert [(record["step"], record["a"]) for record in read_journal(logger.path)] == [
+        (0, 1.0),
+        (1, 2.0),
+    ]
 
 
 def test_a_file_of_one_torn_line_becomes_empty(tmp_path):
@@ -110,7 +118,10 @@ def test_a_full_disk_costs_one_line_and_never_a_torn_one(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
     logger.log_metrics({"a": 3.0}, 2)
-    assert [(record["step"], record["a"]) for record in read_journal(logger.path)] == [(0, 1.0), (2, 3.0)]
+    assert [(record["step"], record["a"]) for record in read_journal(logger.path)] == [
+        (0, 1.0),
+        (2, 3.0),
+    ]
 
 
 def test_logged_values_survive_the_process(tmp_path):
@@ -123,4 +134,6 @@ def test_logged_values_survive_the_process(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60, env=environment)
     assert done.returncode == -signal.SIGKILL
     records = read_journal(tmp_path / "journal.jsonl")
-    assert [(record["step"], record["a"]) for record in records] == [(step, step / 2) for step in range(5)]
+    assert [(record["step"], record["a"]) for record in records] == [
+        (step, step / 2) for step in range(5)
+    ]

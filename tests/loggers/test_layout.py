@@ -81,7 +81,13 @@ def test_the_version_is_looked_up_when_it_is_asked_for(make, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "version", "expected"),
-    [("n", 3, "n/version_3"), ("n", "mine", "n/mine"), ("", 3, "version_3"), (None, "mine", "mine"), ("", "", ".")],
+    [
+        ("n", 3, "n/version_3"),
+        ("n", "mine", "n/mine"),
+        ("", 3, "version_3"),
+        (None, "mine", "mine"),
+        ("", "", "."),
+    ],
 )
 def test_explicit_places(make, tmp_path, name, version, expected):
     assert Path(make(tmp_path, name=name, version=version).log_dir) == tmp_path / expected
@@ -114,7 +120,9 @@ def test_values_that_are_not_numbers_are_refused_by_name(make, tmp_path):
 def test_hyperparameters_accumulate_in_a_file_only_the_user_can_read(cls, tmp_path):
     logger = cls(tmp_path, version=0)
     logger.log_hyperparams(Namespace(lr=0.1, optim={"betas": (0.9, float("nan"))}, act=torch.relu))
-    logger.log_hyperparams({"batch_size": 32, "wandb_token": "secret", "url": "postgres://me:pw@host/db"})
+    logger.log_hyperparams(
+        {"batch_size": 32, "wandb_token": "secret", "url": "postgres://me:pw@host/db"}
+    )
     logger.finalize("success")
     path = Path(logger.log_dir) / "hparams.json"
     assert json.loads(path.read_text(encoding="utf-8")) == {
@@ -139,11 +147,25 @@ def test_empty_hyperparameters_write_nothing(make, tmp_path):
 
 
 def test_numbers():
-    values = {"a": 1, "b": 0.5, "c": torch.tensor([2.5]), "d": np.float32(0.25), "e": True, "f": torch.tensor(3)}
+    values = {
+        "a": 1,
+        "b": 0.5,
+        "c": torch.tensor([2.5]),
+        "d": np.float32(0.25),
+        "e": True,
+        "f": torch.tensor(3),
+    }
     assert numbers(values) == {"a": 1, "b": 0.5, "c": 2.5, "d": 0.25, "e": 1, "f": 3}
     assert all(type(value) in (int, float, np.float32) for value in numbers(values).values())
     assert numbers({"a": 1}, "p") == {"p-a": 1}
-    for wrong in ("text", None, torch.tensor([1.0, 2.0]), torch.tensor(1j), np.zeros(0), np.array("x")):
+    for wrong in (
+        "text",
+        None,
+        torch.tensor([1.0, 2.0]),
+        torch.tensor(1j),
+        np.zeros(0),
+        np.array("x"),
+    ):
         with pytest.raises(LogError, match="'wrong' is not a single number"):
             numbers({"wrong": wrong})
 
@@ -162,7 +184,11 @@ def test_params_dict():
 
 
 def test_flatten_keeps_lists_and_empty_mappings():
-    assert flatten({"a": {"b": {"c": 1}, "d": [{"e": 2}]}, "f": {}}) == {"a/b/c": 1, "a/d": [{"e": 2}], "f": {}}
+    assert flatten({"a": {"b": {"c": 1}, "d": [{"e": 2}]}, "f": {}}) == {
+        "a/b/c": 1,
+        "a/d": [{"e": 2}],
+        "f": {},
+    }
 
 
 def test_plain_is_strict_json():
@@ -230,7 +256,12 @@ def test_the_package_exports_its_names_and_imports_nothing_heavy():
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(trainer_kit.__file__).parent.parent)}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, env=environment
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+        env=environment,
     )
     assert done.stdout.strip() == "[]"
 
@@ -247,7 +278,9 @@ def test_reopening_continues_in_the_directory_of_an_earlier_process(tmp_path, ki
     assert again.log_dir == first.log_dir
     again.log_metrics({"loss": 0.5}, step=2)
     again.finalize("success")
-    assert len(list((tmp_path / "trainer_kit_logs" / "version_1").iterdir())) == 1, "what came before stays there"
+    assert len(list((tmp_path / "trainer_kit_logs" / "version_1").iterdir())) == 1, (
+        "what came before stays there"
+    )
     if kind is CSVLogger:
         assert again.path.read_text() == "step,loss\n1,1.0\n2,0.5\n"
 

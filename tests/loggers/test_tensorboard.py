@@ -26,7 +26,10 @@ def events(directory: str | Path):
 
 def scalars(directory: str | Path) -> dict[str, list[tuple[int, float]]]:
     read = events(directory)
-    return {tag: [(event.step, event.value) for event in read.Scalars(tag)] for tag in read.Tags()["scalars"]}
+    return {
+        tag: [(event.step, event.value) for event in read.Scalars(tag)]
+        for tag in read.Tags()["scalars"]
+    }
 
 
 def hparams(directory: str | Path) -> tuple[dict[str, object], list[str]]:
@@ -64,7 +67,11 @@ def test_scalars_come_back(make, tmp_path):
     logger.log_metrics({"loss": 0.25}, 4)
     logger.log_metrics({"lr": 0.125})
     logger.save()
-    assert scalars(logger.log_dir) == {"p-loss": [(3, 0.5), (4, 0.25)], "p-acc": [(3, 1.0)], "p-lr": [(4, 0.125)]}
+    assert scalars(logger.log_dir) == {
+        "p-loss": [(3, 0.5), (4, 0.25)],
+        "p-acc": [(3, 1.0)],
+        "p-lr": [(4, 0.125)],
+    }
 
 
 @pytest.mark.parametrize("writers", [0, 9, 99])
@@ -87,7 +94,9 @@ def test_writing_continues_after_finalize(make, monkeypatch, writers):
 
 def test_hyperparameters_are_shown_flat_with_a_placeholder(make):
     logger = make()
-    logger.log_hyperparams({"optim": {"lr": 0.5, "name": "sgd", "betas": (0.5, 0.25)}, "deep": True, "seed": None})
+    logger.log_hyperparams(
+        {"optim": {"lr": 0.5, "name": "sgd", "betas": (0.5, 0.25)}, "deep": True, "seed": None}
+    )
     logger.log_metrics({"loss": 1.0}, 1)
     logger.finalize("success")
     shown, metrics = hparams(logger.log_dir)
@@ -197,6 +206,8 @@ def test_a_graph_needs_an_example_input_and_a_module_that_takes_it(make):
     net.example_input_array = None
     with pytest.raises(LogError, match="example_input_array is not set"):
         logger.log_graph(net)
-    next(net.parameters()).ds_id = 0  # as DeepSpeed marks what it divides: a forward would wait for the other ranks
+    next(
+        net.parameters()
+    ).ds_id = 0  # as DeepSpeed marks what it divides: a forward would wait for the other ranks
     with pytest.raises(LogError, match="divided over ranks"):
         logger.log_graph(net, torch.ones(4, 5))

@@ -36,7 +36,13 @@ pytestmark = pytest.mark.timeout(700)  # a fixture runs two programs, of 300 sec
 HERE = Path(__file__).parent
 STAND_INS = HERE / "tracker_stand_ins"
 WORDS = ["mlflow", "comet_ml", "clearml", "trackio", "swanlab", "dvclive", "aim"]
-RECORDED = {"comet_ml", "clearml", "trackio", "swanlab", "aim"}  # by their stand-ins; the others write their files
+RECORDED = {
+    "comet_ml",
+    "clearml",
+    "trackio",
+    "swanlab",
+    "aim",
+}  # by their stand-ins; the others write their files
 CLASSES = {
     "mlflow": "MLFlowLogger",
     "comet_ml": "CometLogger",
@@ -104,7 +110,9 @@ def from_events(root: Path) -> Found:
         elif kind == "text":
             found.texts += event["text"]
         elif kind == "file" and isinstance(event["content"], dict):
-            found.files.update({f"{event['name']}/{name}": text for name, text in event["content"].items()})
+            found.files.update(
+                {f"{event['name']}/{name}": text for name, text in event["content"].items()}
+            )
         elif kind == "file":
             found.files[event["name"]] = event["content"]
         elif kind == "other":
@@ -124,11 +132,19 @@ def from_mlflow(root: Path) -> Found:
     for id, name, status in database.execute("SELECT run_uuid, name, status FROM runs"):
         found.runs.append(id)
         assert name == "first"
-        found.others["status"] = {"FINISHED": "success", "FAILED": "failed", "KILLED": "interrupted"}[status]
+        found.others["status"] = {
+            "FINISHED": "success",
+            "FAILED": "failed",
+            "KILLED": "interrupted",
+        }[status]
     for key, step, value in database.execute("SELECT key, step, value FROM metrics ORDER BY rowid"):
         found.add(key, step, value)
     texts = dict(database.execute("SELECT key, value FROM params"))
-    found.params = {**texts, "lr": float(texts["lr"]), "optim/betas": ast.literal_eval(texts["optim/betas"])}
+    found.params = {
+        **texts,
+        "lr": float(texts["lr"]),
+        "optim/betas": ast.literal_eval(texts["optim/betas"]),
+    }
     assert ("kind", "tiny") in list(database.execute("SELECT key, value FROM tags"))
     database.close()
     found.keep(root / "logs" / "mlartifacts" / found.runs[0] / "artifacts")
@@ -143,7 +159,11 @@ def from_dvclive(root: Path) -> Found:
         assert header.split("\t") == ["step", file.stem]
         for line in lines:
             step, value = line.split("\t")
-            found.add(file.relative_to(live / "plots" / "metrics").with_suffix("").as_posix(), int(step), float(value))
+            found.add(
+                file.relative_to(live / "plots" / "metrics").with_suffix("").as_posix(),
+                int(step),
+                float(value),
+            )
     found.params = flatten(yaml.safe_load((live / "params.yaml").read_text()))
     found.keep(live / "artifacts")
     found.images = [size(file) for file in (live / "plots" / "images").rglob("*.png")]
@@ -158,7 +178,9 @@ def from_comet(root: Path) -> Found:
             found.runs.append(json.loads(content.read("experiment.json"))["offline_id"])
             for message in map(json.loads, content.read("messages.json").decode().splitlines()):
                 payload = message["payload"]
-                if message["type"] == "metric_msg" and not payload["metric"]["metricName"].startswith("sys."):
+                if message["type"] == "metric_msg" and not payload["metric"][
+                    "metricName"
+                ].startswith("sys."):
                     metric = payload["metric"]
                     found.add(metric["metricName"], metric["step"], metric["metricValue"])
                 elif message["type"] == "parameter_msg":
@@ -180,7 +202,9 @@ def from_comet(root: Path) -> Found:
 
 def from_clearml(root: Path) -> Found:
     found = Found()
-    for folder in sorted((root / "cache" / "offline").glob("offline-*/"), key=lambda path: path.stat().st_mtime_ns):
+    for folder in sorted(
+        (root / "cache" / "offline").glob("offline-*/"), key=lambda path: path.stat().st_mtime_ns
+    ):
         if not folder.is_dir():
             continue
         task = json.loads((folder / "task.json").read_text())
@@ -193,7 +217,11 @@ def from_clearml(root: Path) -> Found:
             for event in json.loads(line):
                 if event["type"] == "training_stats_scalar" and not event["metric"].startswith(":"):
                     title, series = event["metric"], event["variant"]
-                    found.add(series if title == series else f"{title}/{series}", event["iter"], event["value"])
+                    found.add(
+                        series if title == series else f"{title}/{series}",
+                        event["iter"],
+                        event["value"],
+                    )
                 elif event["type"] == "plot":
                     found.others["histogram" if event["metric"] == "weights" else "table"] = event
         found.keep(folder / "data")
@@ -207,7 +235,9 @@ def from_trackio(root: Path) -> Found:
     found, database = Found(), sqlite3.connect(root / "trackio" / "project.db")
     for name, config in database.execute("SELECT run_name, config FROM configs"):
         found.runs.append(name)
-        found.params.update(flatten({k: v for k, v in json.loads(config).items() if not k.startswith("_")}))
+        found.params.update(
+            flatten({k: v for k, v in json.loads(config).items() if not k.startswith("_")})
+        )
     for step, metrics in database.execute("SELECT step, metrics FROM metrics ORDER BY rowid"):
         for name, value in json.loads(metrics).items():
             if isinstance(value, (int, float)):
@@ -219,7 +249,9 @@ def from_trackio(root: Path) -> Found:
     database.close()
     found.images = [size(file) for file in (root / "trackio" / "media").rglob("*.png")]
     found.files = {
-        str(file): file.read_text(errors="replace") for file in (root / "trackio").rglob("*") if file.is_file()
+        str(file): file.read_text(errors="replace")
+        for file in (root / "trackio").rglob("*")
+        if file.is_file()
     }
     return found
 
@@ -251,18 +283,34 @@ class Run:
 
 def variables(real: bool, root: Path) -> dict[str, str]:
     clean = {
-        name: value for name, value in os.environ.items() if not name.startswith(("COMET_", "CLEARML_", "MLFLOW_"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("COMET_", "CLEARML_", "MLFLOW_"))
     }
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    places = {"HOME": str(root), "TRACKIO_DIR": str(root / "trackio"), "CLEARML_CACHE_DIR": str(root / "cache")}
-    return {**clean, **nowhere, **places, "HF_HUB_OFFLINE": "1", "STAND_INS": "" if real else str(STAND_INS)}
+    nowhere = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+    )
+    places = {
+        "HOME": str(root),
+        "TRACKIO_DIR": str(root / "trackio"),
+        "CLEARML_CACHE_DIR": str(root / "cache"),
+    }
+    return {
+        **clean,
+        **nowhere,
+        **places,
+        "HF_HUB_OFFLINE": "1",
+        "STAND_INS": "" if real else str(STAND_INS),
+    }
 
 
 def ran(programs, word: str, phase: str, root: Path, real: bool) -> None:
     before = os.getcwd()
     os.chdir(root)
     try:
-        done = programs.run(HERE / "tracked_run.py", word, phase, environment=variables(real, root), timeout=300)
+        done = programs.run(
+            HERE / "tracked_run.py", word, phase, environment=variables(real, root), timeout=300
+        )
     finally:
         os.chdir(before)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -270,13 +318,18 @@ def ran(programs, word: str, phase: str, root: Path, real: bool) -> None:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(word, marks=pytest.mark.long if word in REAL else pytest.mark.slow) for word in WORDS],
+    params=[
+        pytest.param(word, marks=pytest.mark.long if word in REAL else pytest.mark.slow)
+        for word in WORDS
+    ],
 )
 def run(request, programs, tmp_path_factory) -> Run:
     word = request.param
     root, real = tmp_path_factory.mktemp(word), word in REAL
     if real and word not in READERS:
-        pytest.skip(f"only {word}'s own program reads its files: its stand-in is tested where it is not installed")
+        pytest.skip(
+            f"only {word}'s own program reads its files: its stand-in is tested where it is not installed"
+        )
     ran(programs, word, "first", root, real)
     ran(programs, word, "resumed", root, real)
     found = READERS[word](root) if real or word not in RECORDED else from_events(root)
@@ -307,11 +360,20 @@ def test_no_process_of_the_tracker_outlives_its_work(run):
 
 
 def test_hyperparameters_are_nested_plain_and_masked(run):
-    params = {name.removeprefix("General/"): value for name, value in run.found.params.items() if name != "continues"}
+    params = {
+        name.removeprefix("General/"): value
+        for name, value in run.found.params.items()
+        if name != "continues"
+    }
     betas = params.pop("optim/betas")
-    assert (json.loads(betas.replace("'", '"')) if isinstance(betas, str) else betas) == [0.5, "Infinity"]
+    assert (json.loads(betas.replace("'", '"')) if isinstance(betas, str) else betas) == [
+        0.5,
+        "Infinity",
+    ]
     assert params == {"lr": 0.25, "optim/name": "sgd", "api_key": "***"}
-    assert "hidden" not in "".join(path.read_text(errors="replace") for path in run.root.rglob("*.jsonl"))
+    assert "hidden" not in "".join(
+        path.read_text(errors="replace") for path in run.root.rglob("*.jsonl")
+    )
 
 
 def test_media_are_read_back_from_each_tracker(run):
@@ -406,9 +468,14 @@ def test_only_rank_zero_writes(programs, tmp_path, monkeypatch):
     script.write_text(RANKS)
     for done in programs.run_ranks(2, script):
         assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()
+    ]
     assert [event["run"] for event in events if event["kind"] == "begin"] == [events[0]["run"]]
-    assert [(event["step"], event["value"]) for event in events if event.get("name") == "at"] == [(1, 0.0), (2, 1.0)]
+    assert [(event["step"], event["value"]) for event in events if event.get("name") == "at"] == [
+        (1, 0.0),
+        (2, 1.0),
+    ]
     assert {event["text"] for event in events if event["kind"] == "text"} == {"rank 0"}
 
 
@@ -440,7 +507,9 @@ def test_when_runs_end(programs, tmp_path, monkeypatch):
     monkeypatch.setenv("STAND_INS", str(STAND_INS))
     done = programs.run_code(ENDS)
     assert done.returncode == 0, done.stdout + done.stderr
-    events = [json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()]
+    events = [
+        json.loads(line) for line in (tmp_path / "tracker_calls.jsonl").read_text().splitlines()
+    ]
     first, second = dict.fromkeys(event["run"] for event in events[:-1])
     short = {first: "first", second: "second", "mine": "mine"}
     seen = [(short[event["run"]], event["kind"], event.get("value")) for event in events]
@@ -536,12 +605,19 @@ print("ANSWER" + json.dumps(answer))
     for paths in ([], [str(STAND_INS)]):
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=110
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=110,
         )
         line = next(line for line in done.stdout.splitlines() if line.startswith("ANSWER"))
         answers.append(json.loads(line.removeprefix("ANSWER")))
     real, stand_in = answers
-    compared, made_by_the_tracker = 0, {"Logger", "Task", "CometExperiment"} | ({"Run"} if word != "aim" else set())
+    compared, made_by_the_tracker = (
+        0,
+        {"Logger", "Task", "CometExperiment"} | ({"Run"} if word != "aim" else set()),
+    )
     for name, parameters in stand_in.items():
         if name in real and name not in made_by_the_tracker and "._" not in name:
             assert parameters == [one for one in real[name] if one in parameters], name
@@ -570,7 +646,13 @@ def test_pictures_of_every_kind(image, pixel):
 def test_objects_that_are_not_images_are_refused(tmp_path):
     Image.new("L", (3, 2)).save(tmp_path / "a.png")
     assert picture(tmp_path / "a.png").size == (3, 2)
-    for wrong in (torch.zeros(2, 3, 3, 3), torch.zeros(5, 4, 4), np.array("x"), None, np.zeros((2, 2), complex)):
+    for wrong in (
+        torch.zeros(2, 3, 3, 3),
+        torch.zeros(5, 4, 4),
+        np.array("x"),
+        None,
+        np.zeros((2, 2), complex),
+    ):
         with pytest.raises(LogError, match="this is not a picture"):
             picture(wrong)
 

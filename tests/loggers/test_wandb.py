@@ -46,7 +46,9 @@ class Log:
                 self._update(self.summary, record.summary.update)
             elif kind == "history":
                 self._update(row := {}, record.history.item)
-                self.history.append({name: value for name, value in row.items() if not name.startswith("_")})
+                self.history.append(
+                    {name: value for name, value in row.items() if not name.startswith("_")}
+                )
             elif kind == "metric":
                 self.metrics.append(record.metric)
             elif kind == "artifact":
@@ -103,8 +105,16 @@ def run(tmp_path: Path, code: str) -> tuple[list[Log], dict[str, Any]]:
     home = tmp_path / "home"
     home.mkdir()
     clean = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
-    environment = {**clean, **nowhere, "HOME": str(home), "TMPDIR": str(home), "WANDB_SILENT": "true"}
+    nowhere = dict.fromkeys(
+        ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9"
+    )
+    environment = {
+        **clean,
+        **nowhere,
+        "HOME": str(home),
+        "TMPDIR": str(home),
+        "WANDB_SILENT": "true",
+    }
     environment["PYTHONPATH"] = str(Path(trainer_kit.__file__).parent.parent)
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
@@ -115,7 +125,10 @@ def run(tmp_path: Path, code: str) -> tuple[list[Log], dict[str, Any]]:
         cwd=home,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    logs = [Log(path) for path in sorted(tmp_path.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)]
+    logs = [
+        Log(path)
+        for path in sorted(tmp_path.rglob("*.wandb"), key=lambda path: path.stat().st_mtime_ns)
+    ]
     return logs, json.loads((tmp_path / "answer.json").read_text())
 
 
@@ -137,10 +150,19 @@ def test_values_config_and_axis_come_back_from_the_file(tmp_path):
         """,
     )
     (log,) = logs
-    assert answer == {"version": log.run.run_id, "name": "p", "save_dir": str(tmp_path / "made" / "here")}
+    assert answer == {
+        "version": log.run.run_id,
+        "name": "p",
+        "save_dir": str(tmp_path / "made" / "here"),
+    }
     assert (log.run.display_name, log.run.project, list(log.run.tags)) == ("first try", "p", ["t"])
     config = {name: value for name, value in log.config.items() if name != "_wandb"}
-    expected = {"optim": {"lr": 0.5, "betas": [0.5, "Infinity"]}, "act": "relu", "api_key": "***", "batch": 2}
+    expected = {
+        "optim": {"lr": 0.5, "betas": [0.5, "Infinity"]},
+        "act": "relu",
+        "api_key": "***",
+        "batch": 2,
+    }
     assert config == expected
     assert log.history == [
         {"x-loss": 1.0, "x-acc": 1, "trainer/global_step": 0},
@@ -148,8 +170,12 @@ def test_values_config_and_axis_come_back_from_the_file(tmp_path):
         {"x-free": 3.0, "trainer/global_step": 10},
     ]
     assert log.summary["score"] == 0.75
-    assert ("trainer/global_step", "") in {(metric.name, metric.step_metric) for metric in log.metrics}
-    assert ("*", "trainer/global_step") in {(metric.glob_name, metric.step_metric) for metric in log.metrics}
+    assert ("trainer/global_step", "") in {
+        (metric.name, metric.step_metric) for metric in log.metrics
+    }
+    assert ("*", "trainer/global_step") in {
+        (metric.glob_name, metric.step_metric) for metric in log.metrics
+    }
     assert log.exit_code == 0
 
 
@@ -240,7 +266,9 @@ def test_fit_validate_and_test_are_one_run_and_another_logger_has_its_own(tmp_pa
     assert one.exit_code == 0
     assert one.summary["note"] == 7.0
     assert {"train_loss", "val_loss"} <= names["two"][0], "another logger begins a run of its own"
-    assert any("test_loss" in after for after in names["two"][1:]), "logging after wandb.finish() resumes the run"
+    assert any("test_loss" in after for after in names["two"][1:]), (
+        "logging after wandb.finish() resumes the run"
+    )
     assert [log.exit_code for log in logs if log.run.run_id == "two"][-1] == 1
 
 
@@ -287,7 +315,9 @@ def test_a_checkpoint_at_a_url_becomes_a_reference(tmp_path):
         """,
     )
     artifacts = [artifact for log in logs for artifact in log.artifacts]
-    assert [entry.ref for artifact in artifacts for entry in artifact.manifest.contents] == ["memory://kept/step-2"]
+    assert [entry.ref for artifact in artifacts for entry in artifact.manifest.contents] == [
+        "memory://kept/step-2"
+    ]
 
 
 @pytest.mark.slow
@@ -351,9 +381,14 @@ def test_the_project_comes_from_the_environment_where_none_is_given(monkeypatch)
 
 def test_a_resumed_run_keeps_its_id_unless_another_is_given(tmp_path):
     before = WandbLogger(save_dir=tmp_path, id="first", offline=True)
-    drawn, given = WandbLogger(save_dir=tmp_path, offline=True), WandbLogger(save_dir=tmp_path, id="mine", offline=True)
+    drawn, given = (
+        WandbLogger(save_dir=tmp_path, offline=True),
+        WandbLogger(save_dir=tmp_path, id="mine", offline=True),
+    )
     assert (before.state_dict(), drawn.state_dict()) == ({"id": "first"}, {})
     for logger in (drawn, given):
         logger.load_state_dict(before.state_dict())
     assert (drawn.version, given.version) == ("first", "mine")
-    assert pickle.loads(pickle.dumps(drawn)).version == "first"  # a copy in a process that is spawned
+    assert (
+        pickle.loads(pickle.dumps(drawn)).version == "first"
+    )  # a copy in a process that is spawned

@@ -18,11 +18,23 @@ import trainer_kit as tk
 from trainer_kit.testing import TinyModule
 
 KINDS = {
-    "mlflow": ("MLFlowLogger", {"experiment_name": "project", "run_name": "first", "tags": {"kind": "tiny"}}),
-    "comet_ml": ("CometLogger", {"project": "project", "online": False, "name": "first", "tags": ["tiny"]}),
-    "clearml": ("ClearMLLogger", {"project_name": "project", "task_name": "first", "offline": True}),
+    "mlflow": (
+        "MLFlowLogger",
+        {"experiment_name": "project", "run_name": "first", "tags": {"kind": "tiny"}},
+    ),
+    "comet_ml": (
+        "CometLogger",
+        {"project": "project", "online": False, "name": "first", "tags": ["tiny"]},
+    ),
+    "clearml": (
+        "ClearMLLogger",
+        {"project_name": "project", "task_name": "first", "offline": True},
+    ),
     "trackio": ("TrackioLogger", {"project": "project", "name": "first"}),
-    "swanlab": ("SwanLabLogger", {"project": "project", "experiment_name": "first", "mode": "offline"}),
+    "swanlab": (
+        "SwanLabLogger",
+        {"project": "project", "experiment_name": "first", "mode": "offline"},
+    ),
     "dvclive": ("DVCLiveLogger", {"run_name": "first"}),
     "aim": ("AimLogger", {"experiment": "project", "run_name": "first"}),
 }
@@ -91,7 +103,9 @@ def main(word, phase):
             media(logger)
     else:
         trainer.fit(model, data, data[:1], ckpt_path="last")
-    children = [file.read_text() for file in Path("/proc/self/task").glob("*/children")]  # empty where it is missing
+    children = [
+        file.read_text() for file in Path("/proc/self/task").glob("*/children")
+    ]  # empty where it is missing
     Path(f"{phase}-children.txt").write_text("".join(children).strip())
     Path(f"{phase}-{trainer.global_rank}.txt").write_text(str(logger.version))
 

@@ -17,7 +17,9 @@ class Attention(nn.Module):
     def __init__(self, normed: bool, heads: int) -> None:
         super().__init__()
         self.width = WIDTH // heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
         self.q_norm = nn.RMSNorm(self.width) if normed else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,7 +56,9 @@ class Block(nn.Module):
 class Language(nn.Module):
     """Layers named as in Llama's code; the head shares the embedding's weight where it is tied."""
 
-    def __init__(self, tied: bool = False, normed: bool = False, dropout: float = 0.0, heads: int = 4) -> None:
+    def __init__(
+        self, tied: bool = False, normed: bool = False, dropout: float = 0.0, heads: int = 4
+    ) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(WORDS, WIDTH)
         self.drop = nn.Dropout(dropout)
@@ -76,7 +80,9 @@ def make_language(seed: int = 0, **options: Any) -> Language:
     return Language(**options).double()
 
 
-def make_texts(sizes: list[int], length: int = 8, padded: bool = False, seed: int = 1) -> list[tuple[Tensor, Tensor]]:
+def make_texts(
+    sizes: list[int], length: int = 8, padded: bool = False, seed: int = 1
+) -> list[tuple[Tensor, Tensor]]:
     """Batches of tokens and the tokens that follow; where padded, -100 stands behind the end of each text."""
     draw = torch.Generator().manual_seed(seed)
     made = []
@@ -129,11 +135,16 @@ class Counting(Speaker):
 def whole(module: nn.Module) -> dict[str, Tensor]:
     """Every value of a module's state, put together; every rank calls it."""
     state = module.state_dict()
-    return {name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach() for name, v in state.items()}
+    return {
+        name: (v.full_tensor() if hasattr(v, "full_tensor") else v).detach()
+        for name, v in state.items()
+    }
 
 
 def assert_alike(one: nn.Module, other: nn.Module, tolerance: float = 1e-10) -> None:
     mine, theirs = whole(one), whole(other)
     assert mine.keys() == theirs.keys()
     for name, value in mine.items():
-        torch.testing.assert_close(value, theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, theirs[name], rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -23,7 +23,9 @@ def make_batches(count: int, size: int = 6, last: int | None = None, seed: int =
     """Batches of a classification task with 8 features and 4 classes; ``last`` is the size of the last one."""
     draw = torch.Generator().manual_seed(seed)
     sizes = [size] * (count - 1) + [size if last is None else last]
-    return [(torch.randn(n, 8, generator=draw), torch.randint(4, (n,), generator=draw)) for n in sizes]
+    return [
+        (torch.randn(n, 8, generator=draw), torch.randint(4, (n,), generator=draw)) for n in sizes
+    ]
 
 
 def doubled(batches: Iterable[Batch]) -> list[Batch]:
@@ -38,7 +40,9 @@ def merged(batches: Sequence[Batch]) -> Batch:
 def make_net(seed: int = 0, dropout: float = 0.0, norm: bool = False) -> nn.Sequential:
     torch.manual_seed(seed)
     middle: list[nn.Module] = [nn.BatchNorm1d(16)] if norm else []
-    return nn.Sequential(nn.Linear(8, 16), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), *middle, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 4)
+    )
 
 
 def sgd(net: nn.Module) -> torch.optim.Optimizer:
@@ -79,7 +83,9 @@ def ddp(module: tk.TrainModule, data: Any, val: Any = None, **options: Any) -> t
     assert trainer.world_size == dist.get_world_size()
     for name, value in module.named_parameters():
         theirs = trainer.strategy.world.all_gather(value)
-        assert all(torch.equal(theirs[0], other) for other in theirs), f"{name} differs from rank to rank"
+        assert all(torch.equal(theirs[0], other) for other in theirs), (
+            f"{name} differs from rank to rank"
+        )
     return trainer
 
 
@@ -136,7 +142,9 @@ def assert_same(one: nn.Module | dict[str, Any], other: nn.Module | dict[str, An
     left, right = (m.state_dict() if isinstance(m, nn.Module) else m for m in (one, other))
     assert left.keys() == right.keys()
     different = [name for name in left if not torch.equal(left[name], right[name])]
-    assert not different, {name: (left[name] - right[name]).abs().max().item() for name in different}
+    assert not different, {
+        name: (left[name] - right[name]).abs().max().item() for name in different
+    }
 
 
 def same_state(one: Any, other: Any, at: str = "") -> None:
@@ -163,7 +171,9 @@ def assert_close(one: nn.Module, other: nn.Module, rtol: float = 1e-12) -> None:
     for name in left:
         if left[name].is_floating_point():
             assert left[name].dtype == torch.float64
-        torch.testing.assert_close(left[name], right[name], rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            left[name], right[name], rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def assert_changed(net: nn.Module, start: nn.Module) -> None:

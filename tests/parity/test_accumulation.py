@@ -70,13 +70,21 @@ def test_windows_of_equal_batches_scale_by_a_power_of_two_exactly() -> None:
 def test_clipping_and_schedulers_go_by_windows() -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = sgd(net)
-        return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
 
     batches, net, mine = uneven_batches(), make_double(), make_double()
     (optimizer,), (config,) = configure(net)
     clip = lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.2)  # noqa: E731
     plain_loop(net, [windows(batches, 3)] * 2, optimizer, by_step=config["scheduler"], clip=clip)
-    train(Classifier(mine, configure), batches, max_epochs=2, accumulate_grad_batches=3, gradient_clip_val=0.2)
+    train(
+        Classifier(mine, configure),
+        batches,
+        max_epochs=2,
+        accumulate_grad_batches=3,
+        gradient_clip_val=0.2,
+    )
     assert_close(mine, net)
 
 
@@ -84,7 +92,13 @@ def test_clipping_and_schedulers_go_by_windows() -> None:
 def test_windows_end_at_limit_train_batches(limit: int) -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
     plain_loop(net, [windows(batches[:limit], 2)] * 2, sgd(net))
-    train(Classifier(mine), batches, max_epochs=2, accumulate_grad_batches=2, limit_train_batches=limit)
+    train(
+        Classifier(mine),
+        batches,
+        max_epochs=2,
+        accumulate_grad_batches=2,
+        limit_train_batches=limit,
+    )
     assert_close(mine, net)
 
 
@@ -184,8 +198,12 @@ def test_loss_weighting_off_is_the_mean_of_means(kind: type[Tokens]) -> None:
 
 def test_schedule_by_epoch() -> None:
     batches, net, mine = uneven_batches(), make_double(), make_double()
-    plain_loop(net, [batches, windows(batches, 2), windows(batches, 2), windows(batches, 4)], sgd(net))
-    trainer = train(Classifier(mine), batches, max_epochs=4, accumulate_grad_batches={0: 1, 1: 2, 3: 4})
+    plain_loop(
+        net, [batches, windows(batches, 2), windows(batches, 2), windows(batches, 4)], sgd(net)
+    )
+    trainer = train(
+        Classifier(mine), batches, max_epochs=4, accumulate_grad_batches={0: 1, 1: 2, 3: 4}
+    )
     assert_close(mine, net)
     assert trainer.global_step == 7 + 4 + 4 + 2
 
@@ -247,18 +265,31 @@ class CountsTokens(Lengths):
 
 def by_target(target: str, data: Any, module: Any = None, **options: Any) -> list[tuple[int, int]]:
     module = module or CountsTokens()
-    train(module, data, callbacks=[GradientAccumulation(target)], barebones=False, logger=False, **options)
+    train(
+        module,
+        data,
+        callbacks=[GradientAccumulation(target)],
+        barebones=False,
+        logger=False,
+        **options,
+    )
     return [(now[0] - then[0], now[1] - then[1]) for then, now in pairwise([(0, 0), *module.steps])]
 
 
-QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET: dict[str, Any] = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 
 def test_the_first_window_of_a_target_in_tokens_is_as_long_as_the_others() -> None:
     data = [torch.ones(2, 4)] * 16  # 8 tokens each
     assert by_target("64tok", data, **QUIET) == [(16, 64)] * 2
     assert by_target("64tok", DataLoader(torch.ones(32, 4), 2), **QUIET) == [(16, 64)] * 2
-    assert by_target("8sp", iter(data), Lengths(), **QUIET) == [(8, 0)] * 4  # nobody knows sizes ahead of a stream
+    assert (
+        by_target("8sp", iter(data), Lengths(), **QUIET) == [(8, 0)] * 4
+    )  # nobody knows sizes ahead of a stream
     assert by_target("64tok", data, loss_weighting=False, **QUIET) == [(16, 64)] * 2
 
 
@@ -267,5 +298,8 @@ def test_the_first_window_of_a_target_in_tokens_is_as_long_as_the_others() -> No
 def test_the_first_window_of_a_target_counts_all_ranks() -> None:
     options: dict[str, Any] = {"strategy": "ddp", "devices": 2, **QUIET}
     assert by_target("64tok", [torch.ones(2, 4)] * 16, **options) == [(16, 64)] * 2
-    assert by_target("64tok", [torch.ones(2, 4)] * 16, loss_weighting=False, **options) == [(16, 64)] * 2
+    assert (
+        by_target("64tok", [torch.ones(2, 4)] * 16, loss_weighting=False, **options)
+        == [(16, 64)] * 2
+    )
     assert by_target("8sp", iter([torch.ones(2, 4)] * 16), Lengths(), **options) == [(8, 0)] * 4

@@ -14,7 +14,17 @@ from torch.nn import functional as F
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
 import trainer_kit as tk
-from tests.parity.plain import assert_close, ddp, doubled, make_batches, make_net, merged, plain_loop, sgd, train
+from tests.parity.plain import (
+    assert_close,
+    ddp,
+    doubled,
+    make_batches,
+    make_net,
+    merged,
+    plain_loop,
+    sgd,
+    train,
+)
 
 COUNT, SIZE = 22, 4  # five whole batches and one of two samples
 EVERYTHING = doubled(make_batches(1, size=COUNT))[0]
@@ -100,16 +110,27 @@ class Bulk(Samples):
 LOADERS = {
     "object": (lambda: DataLoader(Samples(), batch_size=SIZE, collate_fn=Graph), SIZES),
     "transposed": (lambda: DataLoader(Samples(), batch_size=SIZE, collate_fn=transposed), SIZES),
-    "object from workers": (lambda: DataLoader(Samples(), SIZE, collate_fn=Graph, num_workers=2), SIZES),
-    "batch sampler": (lambda: DataLoader(Samples(), batch_sampler=of_sizes(OWN), collate_fn=Graph), OWN),
+    "object from workers": (
+        lambda: DataLoader(Samples(), SIZE, collate_fn=Graph, num_workers=2),
+        SIZES,
+    ),
+    "batch sampler": (
+        lambda: DataLoader(Samples(), batch_sampler=of_sizes(OWN), collate_fn=Graph),
+        OWN,
+    ),
     "bulk": (
         lambda: DataLoader(
-            Bulk(), sampler=BatchSampler(SequentialSampler(Samples()), SIZE, drop_last=False), batch_size=None
+            Bulk(),
+            sampler=BatchSampler(SequentialSampler(Samples()), SIZE, drop_last=False),
+            batch_size=None,
         ),
         SIZES,
     ),
     "stream": (lambda: DataLoader(Stream(), batch_size=SIZE, collate_fn=Graph), SIZES),
-    "transposed stream": (lambda: DataLoader(Stream(), batch_size=SIZE, collate_fn=transposed), SIZES),
+    "transposed stream": (
+        lambda: DataLoader(Stream(), batch_size=SIZE, collate_fn=transposed),
+        SIZES,
+    ),
     "several": (
         lambda: tk.CombinedLoader([DataLoader(Samples(), SIZE, collate_fn=Graph)], "sequential"),
         SIZES,
@@ -146,7 +167,9 @@ def test_means_are_those_over_all_samples(name: str) -> None:
     for x, y in batches_of(sizes):
         losses += F.cross_entropy(net(x), y).item() * len(y)
         plain_loop(net, [[(x, y)]], optimizer)
-    trainer = train(Net(mine), make(), make(), barebones=False, logger=False, enable_checkpointing=False)
+    trainer = train(
+        Net(mine), make(), make(), barebones=False, logger=False, enable_checkpointing=False
+    )
     assert_close(mine, net)
     assert trainer.callback_metrics["loss"] == pytest.approx(losses / COUNT)
     assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(net, EVERYTHING).item())
@@ -158,7 +181,11 @@ def test_workers_of_a_stream_end_with_short_batches_each() -> None:
     loader = DataLoader(Stream(), batch_size=SIZE, collate_fn=Graph, num_workers=2)
     net, mine = make_net().double(), make_net().double()
     x, y = EVERYTHING
-    turns = [list(range(worker, COUNT, 2))[at : at + SIZE] for at in range(0, 11, SIZE) for worker in (0, 1)]
+    turns = [
+        list(range(worker, COUNT, 2))[at : at + SIZE]
+        for at in range(0, 11, SIZE)
+        for worker in (0, 1)
+    ]
     steps = [[i for turn in turns[at : at + 3] for i in turn] for at in (0, 3)]
     plain_loop(net, [[(x[step], y[step]) for step in steps]], sgd(net))
     trainer = train(Net(mine), loader, accumulate_grad_batches=3)
@@ -173,10 +200,14 @@ def test_two_ranks_weight_their_batches_by_drawn_samples() -> None:
         net, mine = make_net().double(), make_net().double()
         # A rank's batch has SIZE samples, or is one of the sampler's.
         plain_loop(net, [windows(sizes, 2)], sgd(net))
-        trainer = ddp(Net(mine), make(), make(), barebones=False, logger=False, enable_checkpointing=False)
+        trainer = ddp(
+            Net(mine), make(), make(), barebones=False, logger=False, enable_checkpointing=False
+        )
         assert_close(mine, net)
         assert trainer.progress.samples == COUNT, name
-        assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(net, EVERYTHING).item()), name
+        assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(net, EVERYTHING).item()), (
+            name
+        )
 
 
 def test_resuming_inside_an_epoch_keeps_the_sizes(tmp_path: Any) -> None:
@@ -187,7 +218,9 @@ def test_resuming_inside_an_epoch_keeps_the_sizes(tmp_path: Any) -> None:
     train(Net(whole), make(), **options)
     trainer = train(Net(first), make(), max_steps=2, **options)
     trainer.save_checkpoint(tmp_path / "middle")
-    resumed = tk.Trainer(max_epochs=1, accelerator="cpu", **{k: v for k, v in options.items() if k != "barebones"})
+    resumed = tk.Trainer(
+        max_epochs=1, accelerator="cpu", **{k: v for k, v in options.items() if k != "barebones"}
+    )
     resumed.fit(Net(second), make(), ckpt_path=tmp_path / "middle")
     assert_close(second, whole)
     assert resumed.progress.samples == COUNT
@@ -238,7 +271,9 @@ def test_a_mean_over_an_evaluation_asks_too() -> None:
 
 @pytest.mark.filterwarnings("default")
 def test_tensors_of_different_lengths_are_asked_for() -> None:
-    batches = [transposed([(x, y) for x, y in zip(*batch, strict=True)]) for batch in batches_of(SIZES)]
+    batches = [
+        transposed([(x, y) for x, y in zip(*batch, strict=True)]) for batch in batches_of(SIZES)
+    ]
     with pytest.warns(UserWarning, match=r"its tensors have 8 and 4 rows.*8 are counted"):
         train(Net(make_net().double()), batches, accumulate_grad_batches=2)
 
@@ -265,7 +300,14 @@ def test_given_batch_sizes_are_used_without_a_warning() -> None:
         plain_loop(net, [windows(SIZES, 4)], sgd(net))
         train(Gives(mine), graphs(), graphs(), accumulate_grad_batches=4)
         assert_close(mine, net)
-        trainer = train(Says(mine), graphs(), graphs(), barebones=False, logger=False, enable_checkpointing=False)
+        trainer = train(
+            Says(mine),
+            graphs(),
+            graphs(),
+            barebones=False,
+            logger=False,
+            enable_checkpointing=False,
+        )
         assert trainer.callback_metrics["wrong"] == pytest.approx(wrong(mine, EVERYTHING).item())
 
 
@@ -282,7 +324,9 @@ def loop(accelerator: tk.Accelerator, net: nn.Module, loader: Any) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "several"])  # which it does not prepare
+@pytest.mark.parametrize(
+    "name", [name for name in LOADERS if name != "several"]
+)  # which it does not prepare
 def test_an_accelerator_accumulates_by_samples(name: str) -> None:
     make, sizes = LOADERS[name]
     net, mine = make_net().double(), make_net().double()
@@ -296,7 +340,9 @@ def test_results_for_metrics_are_those_of_each_sample_once() -> None:
     accelerator = tk.Accelerator(cpu=True)
     for dispatch in (False, True):
         accelerator.dataloader_config.dispatch_batches = dispatch
-        loader = accelerator.prepare_data_loader(DataLoader(Samples(), batch_size=SIZE, collate_fn=Graph))
+        loader = accelerator.prepare_data_loader(
+            DataLoader(Samples(), batch_size=SIZE, collate_fn=Graph)
+        )
         labels = [accelerator.gather_for_metrics(batch.hidden[1]) for batch in loader]
         assert torch.equal(torch.cat(labels), EVERYTHING[1]), dispatch
 

@@ -32,7 +32,13 @@ def four_ranks(directory: str, found: list[str]) -> None:
 
 
 def two_ranks(directory: str, found: list[str]) -> None:
-    made = {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages, "tp2": TENSOR}
+    made = {
+        "one": lambda: "auto",
+        "ddp2": DDPStrategy,
+        "fsdp2": FSDPStrategy,
+        "pp2": stages,
+        "tp2": TENSOR,
+    }
     continues(made, directory, found)
 
 
@@ -42,7 +48,10 @@ def staged(stage: int) -> DeepSpeedStrategy:
 
 
 def deepspeed_on_four(directory: str, found: list[str]) -> None:
-    made: dict[str, Any] = {"deepspeed2 of 4": partial(staged, 2), "deepspeed3 of 4": partial(staged, 3)}
+    made: dict[str, Any] = {
+        "deepspeed2 of 4": partial(staged, 2),
+        "deepspeed3 of 4": partial(staged, 3),
+    }
     if found:
         made |= {"fsdp4": FSDPStrategy, "hsdp": HYBRID}
     continues(made, directory, found, "32-true", about="deepspeed")
@@ -50,16 +59,26 @@ def deepspeed_on_four(directory: str, found: list[str]) -> None:
 
 def deepspeed_on_two(directory: str, found: list[str]) -> None:
     made: dict[str, Any] = {f"deepspeed{stage}": partial(staged, stage) for stage in (1, 2, 3)}
-    made |= {"one": lambda: "auto", "ddp2": DDPStrategy, "fsdp2": FSDPStrategy, "pp2": stages, "tp2": TENSOR}
+    made |= {
+        "one": lambda: "auto",
+        "ddp2": DDPStrategy,
+        "fsdp2": FSDPStrategy,
+        "pp2": stages,
+        "tp2": TENSOR,
+    }
     continues(made, directory, found, "32-true", about="deepspeed")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 def test_deepspeed_into_any_other(tmp_path: Path) -> None:
     run_distributed(deepspeed_on_four, 4, str(tmp_path), [], timeout=120)
-    run_distributed(deepspeed_on_two, 2, str(tmp_path), ["deepspeed2 of 4", "deepspeed3 of 4"], timeout=120)
+    run_distributed(
+        deepspeed_on_two, 2, str(tmp_path), ["deepspeed2 of 4", "deepspeed3 of 4"], timeout=120
+    )
     names = [f"deepspeed{stage}" for stage in (1, 2, 3)]
     run_distributed(deepspeed_on_four, 4, str(tmp_path), [*names, "pp2", "tp2"], timeout=120)
 
@@ -68,11 +87,24 @@ def test_deepspeed_into_any_other(tmp_path: Path) -> None:
 def test_any_into_any_other(tmp_path: Path) -> None:
     run_distributed(four_ranks, 4, str(tmp_path), [], timeout=120)
     run_distributed(two_ranks, 2, str(tmp_path), ["fsdp4", "hsdp"], timeout=120)
-    run_distributed(four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2", "pp2", "tp2"], timeout=120)
-    for name, ranks in (("one", 1), ("ddp2", 1), ("fsdp2", 2), ("pp2", 2), ("tp2", 2), ("hsdp", 4), ("fsdp4", 4)):
+    run_distributed(
+        four_ranks, 4, str(tmp_path), ["one", "ddp2", "fsdp2", "pp2", "tp2"], timeout=120
+    )
+    for name, ranks in (
+        ("one", 1),
+        ("ddp2", 1),
+        ("fsdp2", 2),
+        ("pp2", 2),
+        ("tp2", 2),
+        ("hsdp", 4),
+        ("fsdp4", 4),
+    ):
         assert read_manifest(tmp_path / name).get("shards", 1) == ranks
     # What each rank of a hybrid holds alike is written by one of them.
-    sizes = {name: sum(file.stat().st_size for file in (tmp_path / name).glob("model*")) for name in ("hsdp", "one")}
+    sizes = {
+        name: sum(file.stat().st_size for file in (tmp_path / name).glob("model*"))
+        for name in ("hsdp", "one")
+    }
     assert sizes["hsdp"] < 1.5 * sizes["one"]
 
 
@@ -102,8 +134,15 @@ def kept(root: Path, hears: Any = (), **options: Any) -> tuple[tk.Trainer, Logs]
     keeper = tk.callbacks.ModelCheckpoint(
         root / "kept", every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
     )
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1}
-    trainer = tk.Trainer(accelerator="cpu", callbacks=[keeper, *hears], default_root_dir=root, **{**quiet, **options})
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "log_every_n_steps": 1,
+    }
+    trainer = tk.Trainer(
+        accelerator="cpu", callbacks=[keeper, *hears], default_root_dir=root, **{**quiet, **options}
+    )
     data = DataLoader(conformance._samples(48), batch_size=4)
     trainer.fit(module, data, data, ckpt_path="last" if options.get("max_steps", 0) > 3 else None)
     return trainer, module
@@ -125,25 +164,37 @@ def test_kept_in_the_background_read_by_everybody_and_damaged(tmp_path: Path) ->
     loaded = Logs.load_from_checkpoint(last, map_location="cpu")
     loaded_state = dict(loaded.state_dict())
     assert loaded_state.pop("seen").tolist() == [3.0] * 3  # those of rank 0, whoever wrote them
-    assert_same(loaded_state, {name: value for name, value in weights.items() if name != "seen"}, 0.0)
+    assert_same(
+        loaded_state, {name: value for name, value in weights.items() if name != "seen"}, 0.0
+    )
     data = DataLoader(conformance._samples(48), batch_size=4)
     (there,) = trainer.validate(module, data, ckpt_path=last, verbose=False)
-    (fresh,) = tk.Trainer(accelerator="cpu", barebones=True, **together).validate(Logs(), data, ckpt_path=last)
-    alone = tk.Trainer(accelerator="cpu", barebones=True, devices=1).validate(loaded, data, verbose=False)[0]
+    (fresh,) = tk.Trainer(accelerator="cpu", barebones=True, **together).validate(
+        Logs(), data, ckpt_path=last
+    )
+    alone = tk.Trainer(accelerator="cpu", barebones=True, devices=1).validate(
+        loaded, data, verbose=False
+    )[0]
     assert there["val"] == pytest.approx(alone["val"], rel=1e-6)
     assert fresh["val"] == pytest.approx(alone["val"], rel=1e-6)
 
     # Weights alone; what is none of a run's is refused as such.
     trainer.save_checkpoint(tmp_path / "weights", weights_only=True)
     assert_same(
-        whole(Logs.load_from_checkpoint(tmp_path / "weights").state_dict()), {**loaded_state, "seen": loaded.seen}, 0.0
+        whole(Logs.load_from_checkpoint(tmp_path / "weights").state_dict()),
+        {**loaded_state, "seen": loaded.seen},
+        0.0,
     )
     with pytest.raises(CheckpointError, match="weights_only"):
-        tk.Trainer(accelerator="cpu", barebones=True, **together).fit(Logs(), data, ckpt_path=tmp_path / "weights")
+        tk.Trainer(accelerator="cpu", barebones=True, **together).fit(
+            Logs(), data, ckpt_path=tmp_path / "weights"
+        )
     started = Logs()
     starter = tk.Trainer(accelerator="cpu", barebones=True, max_steps=0, **together)
     starter.fit(started, data, ckpt_path=tmp_path / "weights", load_weights_only=True)
-    assert_same(whole(starter.strategy.module_state(started)), {**loaded_state, "seen": loaded.seen}, 0.0)
+    assert_same(
+        whole(starter.strategy.module_state(started)), {**loaded_state, "seen": loaded.seen}, 0.0
+    )
 
     # A shard of the newest is damaged: the run goes on from the one before, on both ranks.
     if rank == 0:

@@ -44,9 +44,13 @@ def test_on_two_ranks(name: str) -> None:
         with case(strategy=strategy(), **how):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            _, found = fit(strategy(), Classifier, 25, size, 2, compile=how, precision=precision, **OPTIONS)
+            _, found = fit(
+                strategy(), Classifier, 25, size, 2, compile=how, precision=precision, **OPTIONS
+            )
             assert_same(found, expected, 2e-6 if precision == "32-true" else 1e-10)
-            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+            assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, (
+                "nothing was compiled"
+            )
 
 
 @pytest.mark.long

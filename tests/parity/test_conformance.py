@@ -32,7 +32,9 @@ def mesh(**axes: int) -> MeshStrategy:
     return MeshStrategy(**{"dp_shard": 1, **axes}, plan=PLAN)
 
 
-def check(cases: dict[str, tuple[Callable[[], Any], Iterable[str]]], precision: str = "64-true") -> None:
+def check(
+    cases: dict[str, tuple[Callable[[], Any], Iterable[str]]], precision: str = "64-true"
+) -> None:
     for name, (strategy, only) in cases.items():
         with case(strategy=name, precision=precision):
             run_checks(strategy, only, precision)
@@ -67,14 +69,29 @@ def test_other_precisions_of_ranks_that_share_a_batch() -> None:
 
 @pytest.mark.world_size(2, timeout=110)
 def test_deepspeed() -> None:
-    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in (1, 3)}, "32-true")
+    check(
+        {
+            f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED)
+            for stage in (1, 3)
+        },
+        "32-true",
+    )
 
 
 @pytest.mark.long
 @pytest.mark.world_size(2, timeout=110)
 def test_other_stages_and_precisions_of_deepspeed() -> None:
-    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED) for stage in (0, 2)}, "32-true")
-    check({f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW) for stage in (1, 3)}, "bf16-mixed")
+    check(
+        {
+            f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), DEEPSPEED)
+            for stage in (0, 2)
+        },
+        "32-true",
+    )
+    check(
+        {f"stage {stage}": (partial(DeepSpeedStrategy, stage=stage), FEW) for stage in (1, 3)},
+        "bf16-mixed",
+    )
 
 
 @pytest.mark.long
@@ -91,7 +108,13 @@ def test_four_ranks() -> None:
 def test_eight_ranks() -> None:
     check(
         {
-            "replicas, shards and tp": (partial(mesh, dp_replicate=2, dp_shard=2, tp=2), ["accumulation_and_clipping"]),
-            "3d": (partial(mesh, dp_shard=2, tp=2, pp=2), ["accumulation_and_clipping", "checkpoints"]),
+            "replicas, shards and tp": (
+                partial(mesh, dp_replicate=2, dp_shard=2, tp=2),
+                ["accumulation_and_clipping"],
+            ),
+            "3d": (
+                partial(mesh, dp_shard=2, tp=2, pp=2),
+                ["accumulation_and_clipping", "checkpoints"],
+            ),
         }
     )

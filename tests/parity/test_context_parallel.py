@@ -60,7 +60,8 @@ def check_attention() -> None:
             shapes = [(2, heads, 6, 5), (2, keys, 6, 5), (2, keys, 6, 5)]
             # As projections hand them out: not contiguous.
             made = [
-                torch.randn(b, t, h, w, generator=draw, dtype=torch.float64).transpose(1, 2) for b, h, t, w in shapes
+                torch.randn(b, t, h, w, generator=draw, dtype=torch.float64).transpose(1, 2)
+                for b, h, t, w in shapes
             ]
             whole = [tensor.clone().requires_grad_() for tensor in made]
             parts = [context.shard_batch(tensor).clone().requires_grad_() for tensor in made]
@@ -94,7 +95,9 @@ class Around:
         self.calls.append({**options, "heads": (query.shape[1], key.shape[1])})
         mask = self.context._causal(query, key) if options["is_causal"] else None
         keys, values = self.context._gathered(key), self.context._gathered(value)
-        return torch.ops.aten.scaled_dot_product_attention(query, keys, values, mask, scale=options["scale"])
+        return torch.ops.aten.scaled_dot_product_attention(
+            query, keys, values, mask, scale=options["scale"]
+        )
 
 
 def check_which_attention_goes_around() -> None:
@@ -108,8 +111,20 @@ def check_which_attention_goes_around() -> None:
     mask = torch.eye(6, dtype=torch.bool)
     for heads, keys, dtype, options, goes in (
         (4, 4, torch.float32, {}, {"is_causal": False, "scale": None, "heads": (4, 4)}),
-        (4, 2, torch.float32, {"enable_gqa": True, "scale": 0.3}, {"is_causal": False, "scale": 0.3, "heads": (4, 4)}),
-        (3, 3, torch.float32, {"is_causal": True}, {"is_causal": True, "scale": None, "heads": (3, 3)}),
+        (
+            4,
+            2,
+            torch.float32,
+            {"enable_gqa": True, "scale": 0.3},
+            {"is_causal": False, "scale": 0.3, "heads": (4, 4)},
+        ),
+        (
+            3,
+            3,
+            torch.float32,
+            {"is_causal": True},
+            {"is_causal": True, "scale": None, "heads": (3, 3)},
+        ),
         (4, 4, torch.float32, {"is_causal": True}, None),
         (4, 4, torch.float64, {}, None),
         (3, 3, torch.float32, {"attn_mask": mask}, None),
@@ -117,7 +132,9 @@ def check_which_attention_goes_around() -> None:
     ):
         with case(heads=heads, keys=keys, dtype=dtype, options=options):
             around.calls.clear()
-            whole = [torch.randn(2, h, 6, 4, generator=draw, dtype=dtype) for h in (heads, keys, keys)]
+            whole = [
+                torch.randn(2, h, 6, 4, generator=draw, dtype=dtype) for h in (heads, keys, keys)
+            ]
             expected = torchs(*whole, **options)
             if "attn_mask" in options:
                 options = {"attn_mask": context.part(mask, 0)}
@@ -154,7 +171,9 @@ def test_torchs_own_attention() -> None:
     draw = torch.Generator().manual_seed(3)
     for heads, dtype, causal in product((3, 4), (torch.float32, torch.bfloat16), (False, True)):
         with case(heads=heads, dtype=dtype, causal=causal):
-            made = [torch.randn(2, heads, 128, 64, generator=draw).to(device, dtype) for _ in range(3)]
+            made = [
+                torch.randn(2, heads, 128, 64, generator=draw).to(device, dtype) for _ in range(3)
+            ]
             whole = [tensor.clone().requires_grad_() for tensor in made]
             parts = [context.shard_batch(tensor).clone().requires_grad_() for tensor in made]
             expected = F.scaled_dot_product_attention(*whole, is_causal=causal)
@@ -162,7 +181,11 @@ def test_torchs_own_attention() -> None:
             with context.attending(checked=True):
                 found = F.scaled_dot_product_attention(*parts, is_causal=causal)
                 found.pow(2).sum().backward()
-            near = {"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+            near = (
+                {"rtol": 2e-2, "atol": 2e-2}
+                if dtype is torch.bfloat16
+                else {"rtol": 1e-4, "atol": 1e-4}
+            )
             torch.testing.assert_close(found, context.shard_batch(expected), **near)
             for own, one in zip(parts, whole, strict=True):
                 torch.testing.assert_close(own.grad, context.shard_batch(one.grad), **near)
@@ -183,11 +206,18 @@ def check_equal_weights() -> None:
             batches = make_texts([4, 2, 3], padded=padded)
             if padded:
                 batches[1][1][:, 1:] = -100
-            pair(Speaker(make_language()), Speaker(make_language(seed=dist.get_rank()), PLAN), batches, **options)
+            pair(
+                Speaker(make_language()),
+                Speaker(make_language(seed=dist.get_rank()), PLAN),
+                batches,
+                **options,
+            )
 
 
 def check_texts_of_any_length_and_one_without_targets() -> None:
-    batches = [batch for length in (8, 4, 6) for batch in make_texts([3], length, padded=True, seed=length)]
+    batches = [
+        batch for length in (8, 4, 6) for batch in make_texts([3], length, padded=True, seed=length)
+    ]
     batches[1][1][:, 1:] = -100
     one, mine = Counting(make_language()), Counting(make_language(), PLAN)
     pair(one, mine, batches, accumulate_grad_batches=2)
@@ -223,14 +253,20 @@ def check_what_is_refused() -> None:
 
     for module, batches, told in (
         (Speaker(make_language(), PLAN), make_texts([4], 7), "length 7 in dimension 1, cp=2"),
-        (Speaker(make_language()), make_texts([4]), "Speaker does not declare the sequence dimension"),
+        (
+            Speaker(make_language()),
+            make_texts([4]),
+            "Speaker does not declare the sequence dimension",
+        ),
         (ByHand(make_language(), PLAN), make_texts([4]), "no call of scaled_dot_product_attention"),
     ):
         before = module.net.lm_head.weight.detach().clone()
         with pytest.raises(StrategyError, match=told):
             train(module, batches, strategy="cp", devices=2)
         left = module.net.lm_head.weight
-        assert torch.equal(left.full_tensor() if hasattr(left, "full_tensor") else left, before), "not a step was made"
+        assert torch.equal(left.full_tensor() if hasattr(left, "full_tensor") else left, before), (
+            "not a step was made"
+        )
 
 
 @pytest.mark.world_size(2, timeout=120)
@@ -251,7 +287,9 @@ def test_a_model_of_hugging_face() -> None:
 
         def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
             inputs = {name: value for name, value in batch.items() if name != "labels"}
-            return F.cross_entropy(self.net(**inputs).logits.flatten(0, 1), batch["labels"].flatten())
+            return F.cross_entropy(
+                self.net(**inputs).logits.flatten(0, 1), batch["labels"].flatten()
+            )
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), lr=0.3)
@@ -268,7 +306,9 @@ def test_a_model_of_hugging_face() -> None:
             train(one, named, strategy="single_device")
             train(mine, named, strategy=word, devices=2)
             assert_alike(mine, one)
-            for how in ({"strategy": word}, {"strategy": MeshStrategy(cp=1)}) if word == "cp" else ():
+            for how in (
+                ({"strategy": word}, {"strategy": MeshStrategy(cp=1)}) if word == "cp" else ()
+            ):
                 asked = Asking(tied, plan)
                 train_nothing = tk.Trainer(accelerator="cpu", devices=2, barebones=True, **how)
                 told = train_nothing.predict(asked, named[:2])

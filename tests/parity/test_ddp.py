@@ -67,7 +67,10 @@ def test_plain() -> None:
             trainer = ddp(Classifier(mine), loader(count), max_epochs=2)
             assert_close(mine, net)
             assert_changed(mine, double())
-            assert (trainer.progress.samples, trainer.global_step) == (2 * count, 2 * -(-count // 6))
+            assert (trainer.progress.samples, trainer.global_step) == (
+                2 * count,
+                2 * -(-count // 6),
+            )
 
 
 @pytest.mark.world_size(3)
@@ -87,7 +90,13 @@ def test_accumulation_with_a_ragged_end() -> None:
             net, mine = double(), double()
             clipping = None if limit is None else partial(nn.utils.clip_grad_norm_, max_norm=limit)
             plain_loop(net, [whole(count, 18)] * 2, sgd(net), clip=clipping)
-            ddp(Classifier(mine), loader(count), max_epochs=2, accumulate_grad_batches=3, gradient_clip_val=limit)
+            ddp(
+                Classifier(mine),
+                loader(count),
+                max_epochs=2,
+                accumulate_grad_batches=3,
+                gradient_clip_val=limit,
+            )
             assert_close(mine, net)
 
 
@@ -95,7 +104,9 @@ def test_accumulation_with_a_ragged_end() -> None:
 def test_clipping_by_value_and_a_scheduler() -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = sgd(net)
-        return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
 
     net, mine = double(), double()
     (optimizer,), (config,) = configure(net)
@@ -129,7 +140,9 @@ def test_a_list_of_batches() -> None:
             batches = [doubled(make_batches(1, size=2 + i, seed=i))[0] for i in range(count)]
             net, mine = double(), double()
             step = 2 * length
-            plain_loop(net, [[merged(batches[i : i + step]) for i in range(0, count, step)]] * 2, sgd(net))
+            plain_loop(
+                net, [[merged(batches[i : i + step]) for i in range(0, count, step)]] * 2, sgd(net)
+            )
             ddp(Classifier(mine), batches, max_epochs=2, accumulate_grad_batches=length)
             assert_close(mine, net)
 
@@ -157,9 +170,15 @@ def test_streams_of_uneven_length() -> None:
             windows = []
             for at in range(0, max(counts), size):
                 part = [sample for rank in range(2) for sample in stream.of(rank)[at : at + size]]
-                windows.append((torch.stack([x for x, _ in part]), torch.stack([y for _, y in part])))
+                windows.append(
+                    (torch.stack([x for x, _ in part]), torch.stack([y for _, y in part]))
+                )
             plain_loop(net, [windows] * 2, sgd(net))
-            options = {"max_epochs": 2, "use_distributed_sampler": False, "accumulate_grad_batches": length}
+            options = {
+                "max_epochs": 2,
+                "use_distributed_sampler": False,
+                "accumulate_grad_batches": length,
+            }
             trainer = ddp(Classifier(mine), DataLoader(stream, batch_size=PER_RANK), **options)
             assert_close(mine, net)
             assert trainer.progress.samples == 2 * sum(counts)
@@ -242,17 +261,23 @@ def test_batched_powersgd_is_exact_for_gradients_of_low_rank() -> None:
     state = PowerSGDState(None, matrix_approximation_rank=3, start_powerSGD_iter=2)
     register_comm_hook(wrapped, "batched_powersgd", state)
     for step in range(5):
-        samples = torch.randn(2, 30, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        samples = torch.randn(
+            2, 30, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
         net.zero_grad()
         wrapped(samples[rank]).square().sum().backward()
-        (expected,) = torch.autograd.grad(nn.functional.linear(samples, net.weight).square().sum() / 2, net.weight)
+        (expected,) = torch.autograd.grad(
+            nn.functional.linear(samples, net.weight).square().sum() / 2, net.weight
+        )
         torch.testing.assert_close(net.weight.grad, expected, rtol=1e-9, atol=1e-9)
     assert state.total_numel_after_compression < state.total_numel_before_compression == 3 * 900
 
 
 def recording(group: list[int], bucket: Any) -> torch.futures.Future[Tensor]:
     group.append(bucket.buffer().numel())
-    future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+    future = dist.all_reduce(
+        bucket.buffer().div_(dist.get_world_size()), async_op=True
+    ).get_future()
     return future.then(lambda done: done.value()[0])
 
 
@@ -263,7 +288,13 @@ def test_gradients_travel_once_a_window() -> None:
             net, mine, seen = double(), double(), []
             plain_loop(net, [whole(count, 18)] * 2, sgd(net))
             strategy = DDPStrategy(ddp_comm_hook=recording, ddp_comm_state=seen)
-            trainer = ddp(Classifier(mine), loader(count), strategy=strategy, max_epochs=2, accumulate_grad_batches=3)
+            trainer = ddp(
+                Classifier(mine),
+                loader(count),
+                strategy=strategy,
+                max_epochs=2,
+                accumulate_grad_batches=3,
+            )
             assert_close(mine, net)
             assert sum(seen) == trainer.global_step * sum(p.numel() for p in mine.parameters())
 
@@ -305,7 +336,11 @@ def test_unused_parameters() -> None:
         with case(count=count, length=length, by_word=by_word):
             plain, mine, batches = Forked(), Forked(), whole(count, 6)
             forked_by_hand(plain, [batches[i : i + length] for i in range(0, len(batches), length)])
-            chosen: Any = "ddp_find_unused_parameters_true" if by_word else DDPStrategy(find_unused_parameters=True)
+            chosen: Any = (
+                "ddp_find_unused_parameters_true"
+                if by_word
+                else DDPStrategy(find_unused_parameters=True)
+            )
             ddp(mine, loader(count), strategy=chosen, accumulate_grad_batches=length)
             assert_close(mine, plain)
 
@@ -314,11 +349,23 @@ def test_unused_parameters() -> None:
 def test_static_graph() -> None:
     for count, length, twice in product([18, 19], [1, 2], [False, True]):
         with case(count=count, length=length, twice=twice):
-            plain, mine, batches = Forked(twice, fixed=True), Forked(twice, fixed=True), whole(count, 6)
+            plain, mine, batches = (
+                Forked(twice, fixed=True),
+                Forked(twice, fixed=True),
+                whole(count, 6),
+            )
             for module in (plain, mine):
                 module.heads[1].requires_grad_(False)
-            forked_by_hand(plain, [batches[i : i + length] for i in range(0, len(batches), length)] * 2)
-            ddp(mine, loader(count), strategy="ddp_static_graph", accumulate_grad_batches=length, max_epochs=2)
+            forked_by_hand(
+                plain, [batches[i : i + length] for i in range(0, len(batches), length)] * 2
+            )
+            ddp(
+                mine,
+                loader(count),
+                strategy="ddp_static_graph",
+                accumulate_grad_batches=length,
+                max_epochs=2,
+            )
             assert_close(mine, plain)
 
 
@@ -326,7 +373,9 @@ class Kept(tk.Callback):
     def __init__(self) -> None:
         self.seen: list[bool] = []
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.seen.append(module.net[0].weight.grad is not None)
 
 
@@ -348,7 +397,11 @@ def test_frozen_parameters_stay() -> None:
     for one in (net, mine):
         one[0].requires_grad_(False)
     plain_loop(net, [whole(19, 6)] * 2, torch.optim.SGD(net[3].parameters(), lr=0.1))
-    ddp(Classifier(mine, lambda net: torch.optim.SGD(net[3].parameters(), lr=0.1)), loader(19), max_epochs=2)
+    ddp(
+        Classifier(mine, lambda net: torch.optim.SGD(net[3].parameters(), lr=0.1)),
+        loader(19),
+        max_epochs=2,
+    )
     assert_close(mine, net)
     assert torch.equal(mine[0].weight, double()[0].weight)
     check_thawed_parameters()
@@ -416,7 +469,9 @@ def test_none_on_all_ranks_skips_the_step() -> None:
     for at in [0, 1, 2]:
         with case(at=at):
             net, mine = double(), double()
-            plain_loop(net, [[batch for i, batch in enumerate(whole(18, 6)) if i != at]] * 2, sgd(net))
+            plain_loop(
+                net, [[batch for i, batch in enumerate(whole(18, 6)) if i != at]] * 2, sgd(net)
+            )
             ddp(Skipping(mine, at), loader(18), max_epochs=2)
             assert_close(mine, net)
 
@@ -459,7 +514,9 @@ def test_none_for_a_batch_that_only_some_ranks_have_a_part_of() -> None:
 def test_none_on_one_rank_is_an_error_on_all() -> None:
     for rank, length in product([0, 1], [1, 2]):
         with case(rank=rank, length=length):
-            with pytest.raises(RankError, match=f"on some ranks only\n  found:.*rank {rank}: 1 time"):
+            with pytest.raises(
+                RankError, match=f"on some ranks only\n  found:.*rank {rank}: 1 time"
+            ):
                 ddp(Skipping(double(), 1, rank), loader(36), accumulate_grad_batches=length)
             dist.barrier()
 
@@ -475,7 +532,8 @@ def test_a_loss_that_is_not_finite_on_one_rank_ends_all() -> None:
                     return loss * float("nan") if batch_idx == 3 and dist.get_rank() == 1 else loss
 
             with pytest.raises(
-                NonFiniteError, match=r"(?s)not finite at step 4\n.*batch 3 of epoch 0 \(samples .*, on rank 1"
+                NonFiniteError,
+                match=r"(?s)not finite at step 4\n.*batch 3 of epoch 0 \(samples .*, on rank 1",
             ):
                 ddp(Spoiled(double()), loader(24), log_every_n_steps=every)
             dist.barrier()
@@ -511,7 +569,9 @@ class Pair(tk.TrainModule):
 
     def losses(self, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden = self.first(batch[0])
-        return hidden.pow(2).mean() + self.second(hidden).pow(2).mean(), F.cross_entropy(self.second(hidden), batch[1])
+        return hidden.pow(2).mean() + self.second(hidden).pow(2).mean(), F.cross_entropy(
+            self.second(hidden), batch[1]
+        )
 
     def make(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         return sgd(self.first), torch.optim.SGD(self.second.parameters(), lr=0.05)
@@ -523,7 +583,9 @@ class Pair(tk.TrainModule):
             grads = torch.autograd.grad(one, list(self.first.parameters()), retain_graph=True)
             others = torch.autograd.grad(two, list(self.second.parameters()))
             for parameter, grad in zip(
-                [*self.first.parameters(), *self.second.parameters()], [*grads, *others], strict=True
+                [*self.first.parameters(), *self.second.parameters()],
+                [*grads, *others],
+                strict=True,
             ):
                 parameter.grad = grad
             first.step()

@@ -77,10 +77,23 @@ class Values:
         self.values.setdefault(step, {}).update(metrics)
 
 
-def fit_logged(run: Any, size: int, count: int, val: int, **options: Any) -> tuple[tk.Trainer, Values]:
+def fit_logged(
+    run: Any, size: int, count: int, val: int, **options: Any
+) -> tuple[tk.Trainer, Values]:
     values = Values()
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    options = {"barebones": False, "logger": values, "max_epochs": 2, "log_every_n_steps": 1, **quiet, **options}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    options = {
+        "barebones": False,
+        "logger": values,
+        "max_epochs": 2,
+        "log_every_n_steps": 1,
+        **quiet,
+        **options,
+    }
     trainer = run(Logging(make_net().double()), loader(count, size), loader(val, size), **options)
     return trainer, values
 
@@ -192,7 +205,9 @@ class Heard(tk.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.batches.append((batch_idx, len(batch[1])))
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         assert outputs is not None
         self.batches.append((batch_idx, len(batch[1])))
 
@@ -211,8 +226,14 @@ def test_no_hook_is_called_for_a_padding_batch() -> None:
         with case(length=length):
             heard = Heard()
             module = Logging(make_net().double())
-            options = {"use_distributed_sampler": False, "accumulate_grad_batches": length, "log_every_n_steps": 1}
-            trainer = ddp(module, DataLoader(Uneven(14, 2), batch_size=2), callbacks=[heard], **options)
+            options = {
+                "use_distributed_sampler": False,
+                "accumulate_grad_batches": length,
+                "log_every_n_steps": 1,
+            }
+            trainer = ddp(
+                module, DataLoader(Uneven(14, 2), batch_size=2), callbacks=[heard], **options
+            )
             assert sorted(heard.batches) == sorted([(i, 2) for i in range((7, 1)[rank()])] * 2)
             assert trainer.callback_metrics["seen"] == 16
 
@@ -242,17 +263,27 @@ def check_evaluation(world: int) -> None:
             trainer = tk.Trainer(barebones=True, accelerator="cpu", devices=world, **options)
             for shuffle in (False, True):
                 for verb in (trainer.test, trainer.validate):
-                    (values,) = verb(module, DataLoader(data, batch_size=2, shuffle=shuffle), verbose=False)
+                    (values,) = verb(
+                        module, DataLoader(data, batch_size=2, shuffle=shuffle), verbose=False
+                    )
                     assert values == pytest.approx(expected[0], rel=1e-12)
                     assert values["val_seen"] == count
             outputs = trainer.predict(module, DataLoader(data, batch_size=2))
-            assert torch.cat([output["number"] for output in outputs]).tolist() == list(range(count))
+            assert torch.cat([output["number"] for output in outputs]).tolist() == list(
+                range(count)
+            )
             with torch.no_grad():
                 expected_out = module.net.eval()(data.tensors[0])
-            torch.testing.assert_close(torch.cat([output["out"] for output in outputs]), expected_out)
-            batches = [(data.tensors[0][i : i + 2], data.tensors[1][i : i + 2]) for i in range(0, count, 2)]
+            torch.testing.assert_close(
+                torch.cat([output["out"] for output in outputs]), expected_out
+            )
+            batches = [
+                (data.tensors[0][i : i + 2], data.tensors[1][i : i + 2]) for i in range(0, count, 2)
+            ]
             outputs = trainer.predict(module, batches)
-            assert torch.cat([output["number"] for output in outputs]).tolist() == list(range(count))
+            assert torch.cat([output["number"] for output in outputs]).tolist() == list(
+                range(count)
+            )
 
 
 def test_one_process_counts_each_sample_once() -> None:
@@ -372,7 +403,11 @@ def test_early_stopping_on_a_value_of_one_rank_stops_all_at_the_same_step() -> N
     class Local(Logging):
         def validation_step(self, batch: Batch, batch_idx: int) -> None:
             # One rank gets worse, the other better and better; rank 0 decides for both.
-            self.log("mine", float(self.global_step) * (1 if rank() == self.worse else -1), sync_dist=False)
+            self.log(
+                "mine",
+                float(self.global_step) * (1 if rank() == self.worse else -1),
+                sync_dist=False,
+            )
 
     for worse, expected in ((0, (9, 3)), (1, (15, 5))):
         with case(worse=worse):
@@ -387,7 +422,9 @@ def test_early_stopping_on_a_value_of_one_rank_stops_all_at_the_same_step() -> N
 @pytest.mark.world_size(2)
 def test_a_stop_request_of_one_rank_reaches_all() -> None:
     class Ask(tk.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if rank() == 1 and trainer.global_step == 4:
                 trainer.stop("seen enough")
 
@@ -421,7 +458,9 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
             **quiet,
         )
         trainer.fit(module, loader(34, shuffle=True), loader(5), ckpt_path=ckpt)
-        return torch.get_rng_state().tolist(), {name: value.item() for name, value in trainer.callback_metrics.items()}
+        return torch.get_rng_state().tolist(), {
+            name: value.item() for name, value in trainer.callback_metrics.items()
+        }
 
     whole = Drawing()
     expected = run(whole)
@@ -436,9 +475,23 @@ def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path: Path) -> None:
 @pytest.mark.world_size(2)
 def test_a_checkpoint_of_two_ranks_resumes_in_one_process(tmp_path: Path) -> None:
     def run(module: Any, devices: int, size: int, ckpt: Any = None, **options: Any) -> None:
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1) if ckpt is None else None
-        quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
-        options = {"callbacks": saving, "enable_checkpointing": saving is not None, **quiet, **options}
+        saving = (
+            tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
+            if ckpt is None
+            else None
+        )
+        quiet = {
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "logger": False,
+            "accelerator": "cpu",
+        }
+        options = {
+            "callbacks": saving,
+            "enable_checkpointing": saving is not None,
+            **quiet,
+            **options,
+        }
         trainer = tk.Trainer(devices=devices, max_epochs=2, seed=4, **options)
         trainer.fit(module, loader(20, size, shuffle=True), ckpt_path=ckpt)
 

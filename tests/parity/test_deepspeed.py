@@ -37,7 +37,9 @@ from trainer_kit.testing.conformance import whole
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
 ]
 
 STAGES = [0, 1, 2, 3]
@@ -57,7 +59,9 @@ def make(**options: Any) -> DeepSpeedStrategy:
     return DeepSpeedStrategy(**options)
 
 
-def fit(module: tk.TrainModule, data: Any, stage: int, val: Any = None, **options: Any) -> tk.Trainer:
+def fit(
+    module: tk.TrainModule, data: Any, stage: int, val: Any = None, **options: Any
+) -> tk.Trainer:
     options = {"strategy": make(stage=stage), "devices": dist.get_world_size(), **options}
     return train(module, data, val, **options)
 
@@ -68,7 +72,9 @@ def weights(trainer: tk.Trainer, module: nn.Module) -> dict[str, Tensor]:
     return trainer.strategy.world.broadcast(state)
 
 
-def assert_equal(trainer: tk.Trainer, module: Classifier, net: nn.Module, tolerance: float = 1e-6) -> None:
+def assert_equal(
+    trainer: tk.Trainer, module: Classifier, net: nn.Module, tolerance: float = 1e-6
+) -> None:
     mine = weights(trainer, module)
     for name, value in net.state_dict().items():
         torch.testing.assert_close(
@@ -98,14 +104,18 @@ class Skipping(Classifier):
 class Leaving(tk.Callback):
     """Leaves the first epoch inside a window."""
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int
+    ) -> int | None:
         return -1 if trainer.current_epoch == 0 and batch_idx == 3 else None
 
 
 class Clipped(Classifier):
     """Clips in the first step only."""
 
-    def configure_gradient_clipping(self, optimizer: Any, value: Any = None, algorithm: Any = None) -> None:
+    def configure_gradient_clipping(
+        self, optimizer: Any, value: Any = None, algorithm: Any = None
+    ) -> None:
         if self.global_step == 0:
             self.clip_gradients(optimizer, 0.05)
 
@@ -120,9 +130,17 @@ def weights_are_those_of_one_process(tmp_path: Path) -> None:
         ]:  # ragged, and ranks that end early
             with case(stage=stage, count=count, length=length, limit=limit):
                 net, mine = make_net(), make_net(seed=dist.get_rank())
-                clipping = None if limit is None else partial(nn.utils.clip_grad_norm_, max_norm=limit)
-                plain_loop(net, [list(loader(count, 2 * PER_RANK * length))] * 2, sgd(net), clip=clipping)
-                options = {"max_epochs": 2, "accumulate_grad_batches": length, "gradient_clip_val": limit}
+                clipping = (
+                    None if limit is None else partial(nn.utils.clip_grad_norm_, max_norm=limit)
+                )
+                plain_loop(
+                    net, [list(loader(count, 2 * PER_RANK * length))] * 2, sgd(net), clip=clipping
+                )
+                options = {
+                    "max_epochs": 2,
+                    "accumulate_grad_batches": length,
+                    "gradient_clip_val": limit,
+                }
                 trainer = fit(Classifier(mine), loader(count), stage, **options)
                 assert_equal(trainer, trainer.module, net)
                 assert trainer.progress.samples == 2 * count
@@ -161,7 +179,11 @@ def windows_without_a_loss_and_windows_that_end_early(tmp_path: Path) -> None:
         with case(stage=stage, what="left"):
             # The first epoch ends inside its second window, of which nothing stays.
             net, mine = make_net(), make_net()
-            plain_loop(net, [[merged(batches[0:2])], [merged(batches[i : i + 2]) for i in (0, 2, 4)]], sgd(net))
+            plain_loop(
+                net,
+                [[merged(batches[0:2])], [merged(batches[i : i + 2]) for i in (0, 2, 4)]],
+                sgd(net),
+            )
             options = {"accumulate_grad_batches": 2, "callbacks": [Leaving()], "max_epochs": 2}
             trainer = fit(Classifier(mine), loader(36), stage, barebones=False, **QUIET, **options)
             assert_equal(trainer, trainer.module, net)
@@ -196,7 +218,9 @@ def evaluation_in_training_after_it_and_alone(tmp_path: Path) -> None:
             plain_loop(net, [list(loader(18, 6))], sgd(net))
             again = fit(module, loader(18), stage)
             assert_equal(again, module, net)
-            alone = tk.Trainer(strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True)
+            alone = tk.Trainer(
+                strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True
+            )
             (tested,) = alone.test(Judged(net), loader(19), verbose=False)
             assert tested["val_loss"] == pytest.approx(F.cross_entropy(net(x), y).item(), abs=1e-6)
 
@@ -206,8 +230,15 @@ def with_everything_that_is_on_by_default(tmp_path: Path) -> None:
         with case(stage=stage):
             root, module = tmp_path / f"run-{stage}", Judged(make_net())
             keeper = tk.callbacks.ModelCheckpoint(monitor="val_loss", save_top_k=2, save_last=True)
-            options = {"max_epochs": 3, "default_root_dir": root, "callbacks": [keeper], "log_every_n_steps": 1}
-            trainer = tk.Trainer(strategy=make(stage=stage), devices=2, accelerator="cpu", **options)
+            options = {
+                "max_epochs": 3,
+                "default_root_dir": root,
+                "callbacks": [keeper],
+                "log_every_n_steps": 1,
+            }
+            trainer = tk.Trainer(
+                strategy=make(stage=stage), devices=2, accelerator="cpu", **options
+            )
             trainer.fit(module, loader(19), loader(18))
             trainer.save_checkpoint(root / "after")
             best = keeper.best_model_score
@@ -215,8 +246,12 @@ def with_everything_that_is_on_by_default(tmp_path: Path) -> None:
                 (root / "after", trainer.callback_metrics["val_loss"]),
                 (keeper.best_model_path, best),
             ]:
-                alone = tk.Trainer(strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True)
-                (found,) = alone.validate(Judged(make_net(seed=5)), loader(18), ckpt_path=path, verbose=False)
+                alone = tk.Trainer(
+                    strategy=make(stage=stage), devices=2, accelerator="cpu", barebones=True
+                )
+                (found,) = alone.validate(
+                    Judged(make_net(seed=5)), loader(18), ckpt_path=path, verbose=False
+                )
                 assert found["val_loss"] == pytest.approx(float(expected), abs=1e-6)
 
 
@@ -248,7 +283,9 @@ class Forked(Classifier):
         return F.cross_entropy(self.heads[batch_idx // 2 % 2](self.net(batch[0])), batch[1])
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)  # without momentum no gradient is a gradient of zeros
+        return torch.optim.SGD(
+            self.parameters(), lr=0.1
+        )  # without momentum no gradient is a gradient of zeros
 
 
 def parameters_that_a_step_does_not_use(tmp_path: Path) -> None:
@@ -262,7 +299,9 @@ def parameters_that_a_step_does_not_use(tmp_path: Path) -> None:
                 for index in range(start, start + length):
                     (plain.training_step(batches[index], index) / length).backward()
                 optimizer.step()
-            trainer = fit(module, loader(48), 0, strategy=make(**options), accumulate_grad_batches=length)
+            trainer = fit(
+                module, loader(48), 0, strategy=make(**options), accumulate_grad_batches=length
+            )
             found = weights(trainer, module)
             for name, value in plain.state_dict().items():
                 torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
@@ -274,7 +313,11 @@ def offloaded_in_bfloat16_and_built_in_parts(tmp_path: Path) -> None:
             net, mine = make_net(), make_net()
             clip = partial(nn.utils.clip_grad_norm_, max_norm=0.1)
             plain_loop(net, [list(loader(32, 12))] * 2, sgd(net), clip=clip)
-            chosen = {"strategy": make(**options), "accumulate_grad_batches": 2, "gradient_clip_val": 0.1}
+            chosen = {
+                "strategy": make(**options),
+                "accumulate_grad_batches": 2,
+                "gradient_clip_val": 0.1,
+            }
             trainer = fit(Classifier(mine), loader(32), 0, max_epochs=2, **chosen)
             assert_equal(trainer, trainer.module, net)
     for stage, precision in product(STAGES, ["bf16-mixed", "bf16-true"]):
@@ -282,7 +325,12 @@ def offloaded_in_bfloat16_and_built_in_parts(tmp_path: Path) -> None:
             net, mine = make_net(), make_net()
             plain_loop(net, [list(loader(36, 12))] * 2, sgd(net))
             trainer = fit(
-                Classifier(mine), loader(36), stage, precision=precision, accumulate_grad_batches=2, max_epochs=2
+                Classifier(mine),
+                loader(36),
+                stage,
+                precision=precision,
+                accumulate_grad_batches=2,
+                max_epochs=2,
             )
             assert_equal(trainer, trainer.module, net, 5e-3)
             assert {p.dtype for p in mine.parameters()} == {torch.bfloat16}
@@ -301,7 +349,9 @@ HOSTED: list[dict[str, Any]] = [
 ]
 
 
-def resumed(module: Classifier, path: Path | None, steps: int, size: int, **options: Any) -> tk.Trainer:
+def resumed(
+    module: Classifier, path: Path | None, steps: int, size: int, **options: Any
+) -> tk.Trainer:
     """A run up to this step; a ragged batch is in it."""
     trainer = tk.Trainer(max_steps=steps, accelerator="cpu", seed=1, **QUIET, **options)
     trainer.fit(module, loader(34, size), ckpt_path=path)
@@ -309,7 +359,9 @@ def resumed(module: Classifier, path: Path | None, steps: int, size: int, **opti
 
 
 def single(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
-    return resumed(module, path, steps, 2 * PER_RANK, strategy="single_device", devices=1, **options)
+    return resumed(
+        module, path, steps, 2 * PER_RANK, strategy="single_device", devices=1, **options
+    )
 
 
 def divided(module: Classifier, path: Path | None, steps: int, **options: Any) -> tk.Trainer:
@@ -363,8 +415,16 @@ def every_bit_of_weights_and_moments_arrives(tmp_path: Path) -> None:
         for number, options in enumerate(ring):
             with case(precision=precision, **options):
                 path = tmp_path / f"{precision}-{number}"
-                divided(Classifier(make_net(), adamw), None, 3, precision=precision, **options).save_checkpoint(path)
-                there = divided(Classifier(make_net(seed=8), adamw), path, 3, precision=precision, **ring[number - 1])
+                divided(
+                    Classifier(make_net(), adamw), None, 3, precision=precision, **options
+                ).save_checkpoint(path)
+                there = divided(
+                    Classifier(make_net(seed=8), adamw),
+                    path,
+                    3,
+                    precision=precision,
+                    **ring[number - 1],
+                )
                 there.save_checkpoint(f"{path}-again")
                 same_state(states(tmp_path / f"{path.name}-again"), states(path))
                 here = single(Classifier(make_net(seed=8), adamw), path, 3, precision=precision)
@@ -380,7 +440,10 @@ def frozen_weights_are_copied_on_rank_0_only(tmp_path: Path) -> None:
         with case(stage=stage):
             net, fixed = make_net(), make_net().state_dict()["0.weight"]
             net[0].weight.requires_grad_(False)
-            module = Classifier(net, lambda net: torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1))
+            module = Classifier(
+                net,
+                lambda net: torch.optim.SGD([p for p in net.parameters() if p.requires_grad], 0.1),
+            )
             trainer = fit(module, loader(12), stage)
             there = trainer.strategy.module_state(module)["net.0.weight"]
             assert there.shape == fixed.shape

@@ -20,10 +20,14 @@ from trainer_kit.strategies import DeepSpeedStrategy
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+    ),
 ]
 
-SCALE: dict[str, Any] = {"fp16": {"enabled": "auto", "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}}
+SCALE: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 2}
+}
 OVERFLOWS = {1, 2, 5}
 """Steps whose gradients do not fit float16."""
 QUIET: dict[str, Any] = {
@@ -54,11 +58,15 @@ class Infinite(Overflowing):
         return loss + (weight - weight.detach()).sqrt() if self.global_step in OVERFLOWS else loss
 
 
-def trained(stage: int | None, steps: int, start: Path | None = None, seed: int = 0, **options: Any) -> tk.Trainer:
+def trained(
+    stage: int | None, steps: int, start: Path | None = None, seed: int = 0, **options: Any
+) -> tk.Trainer:
     gc.freeze()
     strategy = "single_device" if stage is None else DeepSpeedStrategy(stage=stage, config=SCALE)
     options = {"precision": "16-mixed", **QUIET, **options}
-    trainer = tk.Trainer(strategy=strategy, devices=1, accelerator="cpu", seed=1, max_steps=steps, **options)
+    trainer = tk.Trainer(
+        strategy=strategy, devices=1, accelerator="cpu", seed=1, max_steps=steps, **options
+    )
     trainer.fit(Overflowing(make_net(seed)), make_batches(10), ckpt_path=start)
     return trainer
 
@@ -76,12 +84,16 @@ def goes_on_in_every_bit(path: Path, stage: int) -> None:
         same_state(states[0][part], states[1][part])
     # A skipped step is one of the run, and none of the scheduler.
     assert straight.global_step == 8
-    assert straight.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (8 - len(OVERFLOWS)))
+    assert straight.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        0.1 * 0.5 ** (8 - len(OVERFLOWS))
+    )
 
 
 def scales_pass_between_engines(path: Path, stage: int) -> None:
     kept = read_state(path / "half", False)["precision"]
-    taken = trained(None, 4, path / "half").precision_plugin.state_dict()  # as many steps: none is taken
+    taken = trained(
+        None, 4, path / "half"
+    ).precision_plugin.state_dict()  # as many steps: none is taken
     assert {key: taken[key] for key in kept if key != "deepspeed"} == {
         k: v for k, v in kept.items() if k != "deepspeed"
     }
@@ -135,13 +147,24 @@ def skips_without_a_scale_are_known(path: Path, stage: int) -> None:
     assert trainer.precision_plugin.state_dict() == {}
     weights = trainer.strategy.module_state(module).values()
     assert all(value.isfinite().all() for value in weights)
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5 ** (8 - len(OVERFLOWS)))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(
+        0.1 * 0.5 ** (8 - len(OVERFLOWS))
+    )
 
 
 @pytest.mark.long
 @pytest.mark.world_size(1, process_group=False, timeout=150)
-def test_the_scale_is_kept_and_skipped_steps_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+def test_the_scale_is_kept_and_skipped_steps_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         del os.environ[name]  # nobody launched this process
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator

@@ -39,13 +39,20 @@ class Augmented(Dataset[Batch]):
 
     def __init__(self, count: int = 23) -> None:
         draw = torch.Generator().manual_seed(5)
-        self.x, self.y = torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+        self.x, self.y = (
+            torch.randn(count, 8, generator=draw),
+            torch.randint(4, (count,), generator=draw),
+        )
 
     def __len__(self) -> int:
         return len(self.y)
 
     def __getitem__(self, index: int) -> Batch:
-        return self.x[index] + 0.1 * torch.randn(8) * random.random() * np.random.rand(), self.y[index], index
+        return (
+            self.x[index] + 0.1 * torch.randn(8) * random.random() * np.random.rand(),
+            self.y[index],
+            index,
+        )
 
 
 class Learner(tk.TrainModule):
@@ -108,7 +115,10 @@ class Named(Learner):
 
     def configure_optimizers(self) -> Any:
         head, body = self.net[-1].parameters(), self.net[:-1].parameters()
-        return {"head": torch.optim.Adam(head, lr=0.02), "body": torch.optim.SGD(body, lr=0.05, momentum=0.9)}
+        return {
+            "head": torch.optim.Adam(head, lr=0.02),
+            "body": torch.optim.SGD(body, lr=0.05, momentum=0.9),
+        }
 
 
 class Manual(Learner):
@@ -192,7 +202,9 @@ def own_buffers() -> Any:
 
 
 def overflowing() -> MixedPrecision:
-    return MixedPrecision(torch.float16, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**36, growth_interval=4))
+    return MixedPrecision(
+        torch.float16, "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**36, growth_interval=4)
+    )
 
 
 class Restless(tk.Callback):
@@ -226,7 +238,9 @@ class Watcher(tk.Callback):
         self.values.setdefault(trainer.global_step, known(trainer))
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        self.rates[trainer.global_step] = [g["lr"] for o in trainer.optimizers for g in o.param_groups]
+        self.rates[trainer.global_step] = [
+            g["lr"] for o in trainer.optimizers for g in o.param_groups
+        ]
 
 
 def known(trainer: Any) -> dict[str, float]:
@@ -238,16 +252,22 @@ def shuffled() -> Any:
 
 
 def by_workers() -> Any:
-    return DataLoader(Augmented(47), batch_size=3, shuffle=True, num_workers=2)  # more data: starting them takes time
+    return DataLoader(
+        Augmented(47), batch_size=3, shuffle=True, num_workers=2
+    )  # more data: starting them takes time
 
 
 def own_generator() -> Any:
     data = Augmented()
-    return DataLoader(data, batch_size=3, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(11)))
+    return DataLoader(
+        data, batch_size=3, sampler=RandomSampler(data, generator=torch.Generator().manual_seed(11))
+    )
 
 
 def stateful() -> Any:
-    return StatefulDataLoader(Augmented(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(11))
+    return StatefulDataLoader(
+        Augmented(), batch_size=3, shuffle=True, generator=torch.Generator().manual_seed(11)
+    )
 
 
 class Rolling(IterableDataset[Batch]):
@@ -267,7 +287,12 @@ class Rolling(IterableDataset[Batch]):
             yield self.data[self.buffer.pop(self.drawn.randrange(6))]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "left": self.left, "buffer": list(self.buffer), "drawn": self.drawn.getstate()}
+        return {
+            "at": self.at,
+            "left": self.left,
+            "buffer": list(self.buffer),
+            "drawn": self.drawn.getstate(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         version, internal, gauss = state["drawn"]
@@ -294,7 +319,9 @@ VARIANTS: dict[str, Variant] = {
     "shuffle and dropout": Variant(),
     "hooks that draw": Variant(callbacks=(Restless,), validates=True),
     "accumulation 2": Variant(options={"accumulate_grad_batches": 2}),
-    "accumulation with a ragged window": Variant(options={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}),
+    "accumulation with a ragged window": Variant(
+        options={"accumulate_grad_batches": 3, "gradient_clip_val": 0.5}
+    ),
     "validation each epoch": Variant(validates=True),
     "validation inside the epoch": Variant(validates=True, options={"val_check_interval": 2}),
     "rarely logged": Variant(validates=True, options={"log_every_n_steps": 5}),
@@ -307,7 +334,9 @@ VARIANTS: dict[str, Variant] = {
     "buffers of each rank": Variant(validates=True, options={"strategy": own_buffers}),
     "a sampler's own generator": Variant(data=own_generator),
     "a stateful loader": Variant(data=stateful),
-    "a rolling stream": Variant(partial(Learner, functions=False), data=rolling),  # its end is found by reading
+    "a rolling stream": Variant(
+        partial(Learner, functions=False), data=rolling
+    ),  # its end is found by reading
     "two workers": Variant(data=by_workers),
 }
 
@@ -317,7 +346,9 @@ def disturb() -> None:
     random.seed(), np.random.seed(), torch.seed()
 
 
-def fit(name: str, directory: Path, keep: bool = False, ckpt: Path | None = None) -> tuple[Any, Any, Watcher]:
+def fit(
+    name: str, directory: Path, keep: bool = False, ckpt: Path | None = None
+) -> tuple[Any, Any, Watcher]:
     """A run of this variant, with everything made anew as in a new process."""
     variant, world = VARIANTS[name], dist.get_world_size() if dist.is_initialized() else 1
     disturb()
@@ -334,7 +365,12 @@ def fit(name: str, directory: Path, keep: bool = False, ckpt: Path | None = None
         devices=world,
         max_steps=STEPS,
         seed=None if ckpt else 7,
-        callbacks=[*(make() for make in variant.callbacks), *rates, watcher, *([keeper] if keep else [])],
+        callbacks=[
+            *(make() for make in variant.callbacks),
+            *rates,
+            watcher,
+            *([keeper] if keep else []),
+        ],
         logger=CSVLogger(directory / "logs", name="", version=""),
         enable_checkpointing=keep,
         enable_progress_bar=False,
@@ -342,7 +378,10 @@ def fit(name: str, directory: Path, keep: bool = False, ckpt: Path | None = None
         **{
             "log_every_n_steps": 1,
             "strategy": "ddp" if world > 1 else "auto",
-            **{name: value() if callable(value) else value for name, value in variant.options.items()},
+            **{
+                name: value() if callable(value) else value
+                for name, value in variant.options.items()
+            },
         },
     )
     val = DataLoader(Augmented(7), batch_size=4) if variant.validates else None
@@ -354,7 +393,10 @@ def fit(name: str, directory: Path, keep: bool = False, ckpt: Path | None = None
 def journal(trainer: Any) -> list[dict[str, Any]]:
     if not trainer.is_global_zero:
         return []
-    return [{k: v for k, v in line.items() if k != "time"} for line in read_journal(trainer.files.journal.path)]
+    return [
+        {k: v for k, v in line.items() if k != "time"}
+        for line in read_journal(trainer.files.journal.path)
+    ]
 
 
 def resume_everywhere(name: str, root: str) -> None:
@@ -370,7 +412,11 @@ def resume_everywhere(name: str, root: str) -> None:
             lines, batches = watcher.taken[step]
             assert module2.seen == module.seen[batches:]
             same_state(watcher2.values[step], watcher.values[step], "callback_metrics as found")
-            same_state(watcher2.rates, {at: rate for at, rate in watcher.rates.items() if at > step}, "rates")
+            same_state(
+                watcher2.rates,
+                {at: rate for at, rate in watcher.rates.items() if at > step},
+                "rates",
+            )
             assert_same(module2, module)
             same_state(plain_state(watcher2.state), plain_state(watcher.state))
             same_state(known(again), known(trainer), "callback_metrics at the end")
@@ -379,7 +425,11 @@ def resume_everywhere(name: str, root: str) -> None:
 
 def plain_state(state: dict[str, Any]) -> dict[str, Any]:
     """Everything that a checkpoint of the end would hold, but for time, places and the one who keeps checkpoints."""
-    kept = {key: value for key, value in state["callbacks"].items() if not key.startswith("ModelCheckpoint")}
+    kept = {
+        key: value
+        for key, value in state["callbacks"].items()
+        if not key.startswith("ModelCheckpoint")
+    }
     same = {key: value for key, value in state.items() if key not in ("configuration", "loggers")}
     return {**same, "callbacks": kept, "progress": {**state["progress"], "seconds": 0}}
 
@@ -388,7 +438,8 @@ SLOW = {"two workers"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS]
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in VARIANTS],
 )
 def test_one_process(tmp_path: Path, name: str) -> None:
     resume_everywhere(name, str(tmp_path))
@@ -398,7 +449,11 @@ QUICK_ON_RANKS = {"accumulation with a ragged window"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK_ON_RANKS else [pytest.mark.slow]) for name in VARIANTS]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in QUICK_ON_RANKS else [pytest.mark.slow])
+        for name in VARIANTS
+    ],
 )
 def test_two_ranks(tmp_path: Path, name: str) -> None:
     run_distributed(resume_everywhere, 2, name, str(tmp_path), timeout=240)

@@ -28,7 +28,12 @@ from tests.parity.plain import (
 from trainer_kit.core.errors import NonFiniteError
 from trainer_kit.data import Feed
 
-QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Spoiled(Classifier):
@@ -45,12 +50,17 @@ class Spoiled(Classifier):
 
 
 @pytest.mark.parametrize("by", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize(("at", "every", "last"), [(3, 1, 4), (3, 5, 5), (6, 5, 7), (13, 50, 14), (4, 50, 7)])
-def test_the_run_stops_at_the_flush_and_names_the_step(by: float, at: int, every: int, last: int) -> None:
+@pytest.mark.parametrize(
+    ("at", "every", "last"), [(3, 1, 4), (3, 5, 5), (6, 5, 7), (13, 50, 14), (4, 50, 7)]
+)
+def test_the_run_stops_at_the_flush_and_names_the_step(
+    by: float, at: int, every: int, last: int
+) -> None:
     # Losses are read at every flush and at the end of an epoch, here of 7 steps.
     module = Spoiled(at, by)
     with pytest.raises(
-        NonFiniteError, match=rf"(?s)not finite at step {at + 1}\n.*{by} in batch {at % 7} of epoch {at // 7}"
+        NonFiniteError,
+        match=rf"(?s)not finite at step {at + 1}\n.*{by} in batch {at % 7} of epoch {at // 7}",
     ):
         train(module, make_batches(7), max_epochs=3, log_every_n_steps=every)
     assert module.calls == last
@@ -63,7 +73,10 @@ def test_no_checkpoint_holds_the_non_finite_weights(tmp_path: Path) -> None:
     module = Spoiled(5, float("nan"))
     with pytest.raises(NonFiniteError, match="not finite at step 6"):
         train(module, make_batches(20), callbacks=[saving], log_every_n_steps=50, **QUIET)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000002", "step-00000004"]
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-00000002",
+        "step-00000004",
+    ]
     assert module.calls == 6
 
 
@@ -85,7 +98,9 @@ def test_a_loss_whose_memory_is_reused_keeps_its_returned_value(hook: str, as_di
             if hook == "on_train_batch_end":
                 outputs["loss"].zero_()
 
-    with pytest.raises(NonFiniteError, match=r"(?s)not finite at step 3\n.*nan in batch 2 of epoch 0"):
+    with pytest.raises(
+        NonFiniteError, match=r"(?s)not finite at step 3\n.*nan in batch 2 of epoch 0"
+    ):
         train(Reusing(2, float("nan")), make_batches(7), log_every_n_steps=5)
 
 
@@ -101,7 +116,9 @@ def test_losses_of_several_classes_and_shapes_are_checked_together(at: int) -> N
             loss = super().training_step(batch, batch_idx)
             return loss.as_subclass(Own) if batch_idx % 2 else loss.reshape(1)
 
-    with pytest.raises(NonFiniteError, match=rf"(?s)not finite at step {at + 1}\n.*nan in batch {at} of epoch 0"):
+    with pytest.raises(
+        NonFiniteError, match=rf"(?s)not finite at step {at + 1}\n.*nan in batch {at} of epoch 0"
+    ):
         train(Mixed(at, float("nan")), make_batches(7), log_every_n_steps=5)
 
 
@@ -110,7 +127,9 @@ def test_losses_of_manual_optimization_are_checked_too() -> None:
         automatic_optimization = False
 
         def training_step(self, batch: Batch, batch_idx: int) -> None:
-            self.manual_backward(super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0))
+            self.manual_backward(
+                super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
+            )
             self.optimizers().step()
 
     with pytest.raises(NonFiniteError, match="not finite at step 3"):
@@ -121,15 +140,18 @@ def test_losses_of_manual_optimization_are_checked_too() -> None:
 def test_the_samples_of_the_batch_are_named(k: int) -> None:
     x = torch.randn(24, 8)
     x[17] = float("nan")
-    loader = DataLoader(TensorDataset(x, torch.zeros(24, dtype=torch.long)), batch_size=4, shuffle=True)
+    loader = DataLoader(
+        TensorDataset(x, torch.zeros(24, dtype=torch.long)), batch_size=4, shuffle=True
+    )
     with pytest.raises(NonFiniteError) as raised:
         train(Classifier(make_net()), loader, seed=5, max_epochs=1, accumulate_grad_batches=k)
     feed = Feed(DataLoader(range(24), batch_size=4, shuffle=True), seed=5)  # type: ignore[arg-type]
     batches = [batch.tolist() for batch, _ in feed.sized_epoch(0)]
     at = next(i for i, batch in enumerate(batches) if 17 in batch)
     assert f"at step {at // k + 1}\n" in str(raised.value)
-    assert f"nan in batch {at} of epoch 0 (samples {', '.join(map(str, batches[at]))} of the dataset)" in str(
-        raised.value
+    assert (
+        f"nan in batch {at} of epoch 0 (samples {', '.join(map(str, batches[at]))} of the dataset)"
+        in str(raised.value)
     )
 
 
@@ -166,7 +188,11 @@ def test_none_skips_the_step_and_its_scheduler(skipped: set[int], precision: str
     batches, net, mine = make_batches(6), make_net(), make_net()
     (optimizer,), (config,) = by_steps(net)
     left = [batch for i, batch in enumerate(batches) if i not in skipped]
-    mixed = {"autocast": torch.float16, "scaler": torch.amp.GradScaler("cpu")} if precision == "16-mixed" else {}
+    mixed = (
+        {"autocast": torch.float16, "scaler": torch.amp.GradScaler("cpu")}
+        if precision == "16-mixed"
+        else {}
+    )
     plain_loop(net, [left] * 2, optimizer, by_step=config["scheduler"], **mixed)
     trainer = train(Skipping(mine, skipped, by_steps), batches, max_epochs=2, precision=precision)
     assert_same(mine, net)
@@ -204,7 +230,9 @@ def test_a_dict_with_a_loss_counts_as_one() -> None:
     seen: list[Any] = []
 
     class Look(tk.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             seen.append((outputs["size"], outputs["loss"].requires_grad))
 
     batches, net, mine = make_batches(3, last=2), make_net(), make_net()

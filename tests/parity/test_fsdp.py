@@ -63,9 +63,20 @@ def check_what_travels_and_is_computed_again() -> None:
         ({"activation_checkpointing_policy": True}, 2 * (3 + 2), 4),
     ):
         reducing = watched("reduce_scatter_single", "reduce_scatter_tensor")
-        with case(**options), watched("all_gather_single", "all_gather_into_tensor") as gathers, reducing as reduces:
+        with (
+            case(**options),
+            watched("all_gather_single", "all_gather_into_tensor") as gathers,
+            reducing as reduces,
+        ):
             module = Calls()
-            fsdp(module, 6, strategy=FSDPStrategy(**options), devices=2, accumulate_grad_batches=2, max_steps=1)
+            fsdp(
+                module,
+                6,
+                strategy=FSDPStrategy(**options),
+                devices=2,
+                accumulate_grad_batches=2,
+                max_steps=1,
+            )
         assert (gathers.call_count, module.calls) == (gathered, calls), options
         assert reduces.call_count == 3, "gradients travel once a window"
 
@@ -73,7 +84,10 @@ def check_what_travels_and_is_computed_again() -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(4)
 def test_gathered_again_over_two_of_four_ranks() -> None:
-    run_checks(partial(FSDPStrategy, reshard_after_forward=2), ["accumulation_and_clipping", "manual_optimization"])
+    run_checks(
+        partial(FSDPStrategy, reshard_after_forward=2),
+        ["accumulation_and_clipping", "manual_optimization"],
+    )
 
 
 def norms() -> nn.Module:
@@ -97,12 +111,16 @@ def test_mixed_and_half_precision() -> None:
             trainer = fsdp(mine, strategy="fsdp", devices=2, precision=precision)
             found = whole(mine.state_dict())
             assert_same(found, one.state_dict(), tolerance)
-            rows = trainer.strategy.world.all_gather(torch.cat([v.flatten().float() for v in found.values()]))
+            rows = trainer.strategy.world.all_gather(
+                torch.cat([v.flatten().float() for v in found.values()])
+            )
             assert torch.equal(rows[0], rows[1])
     recomputed = FSDPStrategy(activation_checkpointing_policy="_Block")
     module = Classifier(norms())
     fsdp(module, strategy=recomputed, devices=2)
-    assert not any("forward" in vars(part) for part in module.modules())  # a later Trainer has not asked for it
+    assert not any(
+        "forward" in vars(part) for part in module.modules()
+    )  # a later Trainer has not asked for it
 
 
 @pytest.mark.slow
@@ -125,7 +143,9 @@ class Thaws(Classifier):
 
     def __init__(self, manual: bool = False) -> None:
         torch.manual_seed(0)
-        super().__init__(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)))
+        super().__init__(
+            nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4))
+        )
         self.factor = nn.Parameter(torch.ones(4))
         self.automatic_optimization = not manual
         self.thaw(False)
@@ -202,10 +222,14 @@ class Hears(tk.Callback):
     def on_after_backward(self, trainer: Any, module: Any) -> None:
         self.heard.append("after")
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.heard.append("end")
 
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         self.heard.append(f"validated {len(batch[0])}")
 
 
@@ -241,16 +265,34 @@ def test_padding_batches_have_no_side_effects() -> None:
         module, hears = Counts(), Hears()
         one = DataLoader([tuple(part[0] for part in merged(make_batches(1)))], batch_size=2)
         data = DataLoader(Stream((10, 6)), batch_size=2)
-        options: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        options |= {"enable_model_summary": False, "max_epochs": 2, "accelerator": "cpu", "devices": 2}
+        options: dict[str, Any] = {
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+        }
+        options |= {
+            "enable_model_summary": False,
+            "max_epochs": 2,
+            "accelerator": "cpu",
+            "devices": 2,
+        }
         trainer = tk.Trainer(strategy=strategy, callbacks=[hears], **options)
         trainer.fit(module, data, one)
         values = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        (validated,) = trainer.validate(module, DataLoader(Stream((6, 10)), batch_size=2), verbose=False)
+        (validated,) = trainer.validate(
+            module, DataLoader(Stream((6, 10)), batch_size=2), verbose=False
+        )
         kept = module.seen, module.by_kind, module.total, hears.heard
-        weights = {name: value for name, value in whole(module.state_dict()).items() if "running" not in name}
+        weights = {
+            name: value
+            for name, value in whole(module.state_dict()).items()
+            if "running" not in name
+        }
         results.append((weights, values, validated, kept, torch.rand(2)))
-    (weights, values, validated, kept, drawn), (mine, own_values, own_validated, own_kept, own_drawn) = results
+    (
+        (weights, values, validated, kept, drawn),
+        (mine, own_values, own_validated, own_kept, own_drawn),
+    ) = results
     assert own_kept == kept
     assert_same(mine, weights, 1e-5)
     assert own_values == pytest.approx(values, rel=1e-4)

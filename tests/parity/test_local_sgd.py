@@ -32,7 +32,9 @@ def samples(count: int) -> tuple[Tensor, Tensor]:
     return merged(doubled(make_batches(1, size=count)))
 
 
-def by_hand(count: int, size: int, length: int, period: int, warmup: int, clip: float) -> tuple[nn.Module, list[float]]:
+def by_hand(
+    count: int, size: int, length: int, period: int, warmup: int, clip: float
+) -> tuple[nn.Module, list[float]]:
     """Both ranks in one process; returns the mean of their weights, and how far they were apart after each step."""
     nets = [double(), double()]
     optimizers, (x, y), distances = [adamw(net) for net in nets], samples(count), []
@@ -45,7 +47,9 @@ def by_hand(count: int, size: int, length: int, period: int, warmup: int, clip: 
             middle, last = i + (min(end, i + 2 * size) - i + 1) // 2, min(end, i + 2 * size)
             for net, part in zip(nets, (slice(i, middle), slice(middle, last)), strict=True):
                 if len(y[part]):
-                    (F.cross_entropy(net(x[part]), y[part]) * (2 * len(y[part]) / (end - at))).backward()
+                    (
+                        F.cross_entropy(net(x[part]), y[part]) * (2 * len(y[part]) / (end - at))
+                    ).backward()
         pairs = list(zip(*(net.parameters() for net in nets), strict=True))
         if number <= warmup:
             for one, other in pairs:
@@ -100,7 +104,13 @@ def same(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.world_size(2)
 def test_local_steps_are_those_of_a_loop_by_hand() -> None:
     # 36: whole windows. 39: two samples and one in the last window. 37: one and none.
-    for count, length, period, warmup in [(36, 1, 2, 1), (39, 1, 3, 0), (37, 1, 4, 2), (36, 2, 2, 0), (36, 1, 2, 99)]:
+    for count, length, period, warmup in [
+        (36, 1, 2, 1),
+        (39, 1, 3, 0),
+        (37, 1, 4, 2),
+        (36, 2, 2, 0),
+        (36, 1, 2, 99),
+    ]:
         with case(count=count, length=length, period=period, warmup=warmup):
             net, distances = by_hand(count, 3, length, period, warmup, 0.5)
             options: dict[str, Any] = {"accumulate_grad_batches": length, "gradient_clip_val": 0.5}
@@ -110,7 +120,9 @@ def test_local_steps_are_those_of_a_loop_by_hand() -> None:
             if count == 36 and length == 1:
                 one, other = mine.trainer.strategy.world.all_gather(torch.stack(mine.own))
                 found = (one - other).abs().amax(1)
-                torch.testing.assert_close(found, torch.tensor(distances).double(), rtol=0, atol=1e-7)
+                torch.testing.assert_close(
+                    found, torch.tensor(distances).double(), rtol=0, atol=1e-7
+                )
                 assert (found.max() > 1e-4) == (warmup < 99)
     # Each loss is weighed over all ranks, so that a step of every rank is, to first order, one step on all batches.
     once = partial(DDPStrategy, local_sgd=PostLocalSGD(1))
@@ -120,9 +132,24 @@ def test_local_steps_are_those_of_a_loop_by_hand() -> None:
 def run(strategy: Any, ckpt_path: str | None = None) -> Watched:
     """Two epochs of six steps, a validation after each; a new run saves each step in ``through``."""
     module = Watched()
-    keeper = [ModelCheckpoint("through", every_n_train_steps=1, save_top_k=-1)] if ckpt_path is None else []
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
-    settings = {"max_epochs": 2, "callbacks": keeper, "enable_checkpointing": bool(keeper), "seed": 1, **quiet}
+    keeper = (
+        [ModelCheckpoint("through", every_n_train_steps=1, save_top_k=-1)]
+        if ckpt_path is None
+        else []
+    )
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+    }
+    settings = {
+        "max_epochs": 2,
+        "callbacks": keeper,
+        "enable_checkpointing": bool(keeper),
+        "seed": 1,
+        **quiet,
+    }
     trainer = tk.Trainer(accelerator="cpu", devices=2, strategy=strategy, **settings)
     trainer.print = lambda *values, **said: None  # type: ignore[method-assign]
     trainer.fit(module, loader(36), loader(12), ckpt_path=ckpt_path)
@@ -130,7 +157,9 @@ def run(strategy: Any, ckpt_path: str | None = None) -> Watched:
 
 
 def saved(step: int) -> str:
-    return next(str(p) for p in Path("through").glob("*step*") if read_manifest(p)["info"]["step"] == step)
+    return next(
+        str(p) for p in Path("through").glob("*step*") if read_manifest(p)["info"]["step"] == step
+    )
 
 
 @pytest.mark.slow
@@ -148,7 +177,11 @@ def test_a_checkpoint_continues_bit_for_bit() -> None:
                 assert torch.equal(now, then)
     means = [through.trainer.strategy.world.all_gather(own).mean(0) for own in through.own]
     # What stands for all ranks is the mean of what they have: in validation, in a checkpoint's weights, at the end.
-    for seen, step in ((through.validated[0], 6), (through.validated[-1], 12), (through.weights(), 12)):
+    for seen, step in (
+        (through.validated[0], 6),
+        (through.validated[-1], 12),
+        (through.weights(), 12),
+    ):
         torch.testing.assert_close(seen, means[step - 1], rtol=0, atol=1e-15)
     path = saved(8)
     model = read_checkpoint(path, parts=["model"])["model"]
@@ -159,7 +192,13 @@ def test_a_checkpoint_continues_bit_for_bit() -> None:
     assert len(other.own) == 4
     if dist.get_rank() == 0:
         alone = Watched()
-        quietly = {"barebones": True, "accelerator": "cpu", "devices": 1, "seed": 1, "global_batch_size": 6}
+        quietly = {
+            "barebones": True,
+            "accelerator": "cpu",
+            "devices": 1,
+            "seed": 1,
+            "global_batch_size": 6,
+        }
         trainer = tk.Trainer(max_epochs=2, **quietly)
         trainer.fit(alone, loader(36), ckpt_path=path)
         same(alone, other)
@@ -182,7 +221,9 @@ def test_unsupported_combinations_are_refused() -> None:
 @pytest.mark.world_size(2)
 def test_an_overridden_optimizer_step_steps_as_the_strategy_does() -> None:
     class Own(Classifier):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             assert isinstance(optimizer, torch.optim.Optimizer)
             optimizer.step(closure=optimizer_closure)
 
@@ -195,7 +236,14 @@ def test_an_overridden_optimizer_step_steps_as_the_strategy_does() -> None:
             )
         )
         strategy = DDPStrategy(local_sgd=PostLocalSGD(period=2))
-        ddp(module, make_batches(8), strategy=strategy, callbacks=[noting], barebones=False, logger=False)
+        ddp(
+            module,
+            make_batches(8),
+            strategy=strategy,
+            callbacks=[noting],
+            barebones=False,
+            logger=False,
+        )
         found.append(after)
     assert all(map(torch.equal, *found))
     apart = DDPStrategy()

@@ -22,7 +22,9 @@ from trainer_kit.strategies import MeshStrategy
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure peaks"),
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure peaks"
+    ),
 ]
 MB = 2**20
 BLOCKS, WIDTH = 12, 1024
@@ -54,7 +56,10 @@ class Large(tk.TrainModule):
 
 
 def memory(field: str) -> int:
-    return int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1)) * 1024  # type: ignore[union-attr]
+    return (
+        int(re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text()).group(1))
+        * 1024
+    )  # type: ignore[union-attr]
 
 
 def return_what_is_freed() -> None:
@@ -109,7 +114,9 @@ def check(axes: dict[str, int], ranks: int) -> None:
     mine = whole // ranks
     # The first rank has the weights to begin with, and lets go of them one by one.
     allowed = mine + (whole if dist.get_rank() == 0 else 2 * layer) + SLACK
-    with case(axes=axes, rank=dist.get_rank(), built=built // MB, resumed=resumed // MB, whole=whole // MB):
+    with case(
+        axes=axes, rank=dist.get_rank(), built=built // MB, resumed=resumed // MB, whole=whole // MB
+    ):
         assert built < allowed
         # What is read, and the pages of the file that it is read from.
         assert resumed < max(allowed, 3 * mine + SLACK)

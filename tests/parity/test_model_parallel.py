@@ -16,7 +16,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -32,7 +37,9 @@ LIMITS: dict[str, Any] = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5
 class Divided(tk.TrainModule):
     """A net of two layers; ``divide`` gets the module and the mesh in `configure_model`."""
 
-    def __init__(self, divide: Callable[[Any, Any], Any] | None = None, seed: int = 0, dropout: float = 0.0) -> None:
+    def __init__(
+        self, divide: Callable[[Any, Any], Any] | None = None, seed: int = 0, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         self.net, self.divide = make_net(seed, dropout).double(), divide
         self.optimizer: Callable[[nn.Module], Any] = sgd
@@ -85,12 +92,18 @@ def both(module: Any, mesh: Any) -> None:
 
 def data(count: int, size: int) -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(count)
-    x, y = torch.randn(count, 8, generator=draw).double(), torch.randint(4, (count,), generator=draw)
+    x, y = (
+        torch.randn(count, 8, generator=draw).double(),
+        torch.randint(4, (count,), generator=draw),
+    )
     return DataLoader(TensorDataset(x, y), batch_size=size)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:
-    whole = ((name, value.full_tensor() if isinstance(value, DTensor) else value) for name, value in state(module))
+    whole = (
+        (name, value.full_tensor() if isinstance(value, DTensor) else value)
+        for name, value in state(module)
+    )
     return {name: value.detach().clone() for name, value in whole}
 
 
@@ -115,12 +128,16 @@ def compare(divide: Any, ranks: int, optimizer: Any = sgd) -> None:
     for name, value in one.state_dict().items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
     for name in ("train_loss", "val_loss"):
-        assert together.callback_metrics[name].item() == pytest.approx(alone.callback_metrics[name].item(), abs=1e-12)
+        assert together.callback_metrics[name].item() == pytest.approx(
+            alone.callback_metrics[name].item(), abs=1e-12
+        )
     for name in ("step", "batch", "samples"):
         assert getattr(together.progress, name) == getattr(alone.progress, name), name
     predicted = together.predict(mine, data(6, 4 // ranks))
     assert {type(one) for one in predicted} == {Tensor}  # no collective is under way
-    torch.testing.assert_close(torch.cat(predicted), torch.cat(alone.predict(one, data(6, 4))), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        torch.cat(predicted), torch.cat(alone.predict(one, data(6, 4))), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.slow
@@ -129,7 +146,11 @@ def test_two_ranks_train_as_one() -> None:
     with case(axis="tensor"):
         compare(tensor_parallel, ranks=1)
     with case(axis="tensor", optimizer="adamw"):
-        compare(tensor_parallel, ranks=1, optimizer=lambda net: torch.optim.AdamW(net.parameters(), foreach=True))
+        compare(
+            tensor_parallel,
+            ranks=1,
+            optimizer=lambda net: torch.optim.AdamW(net.parameters(), foreach=True),
+        )
     with case(axis="data"):
         compare(sharded, ranks=2)
     with case(axis="data", optimizer="adamw"):
@@ -188,7 +209,9 @@ class LossParallel(Divided):
 
 
 def divided_logits(module: Any, mesh: Any) -> None:
-    head = ColwiseParallel(input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False)
+    head = ColwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(-1), use_local_output=False
+    )
     parallelize_module(module.net[3], mesh["tensor_parallel"], head)
 
 
@@ -217,9 +240,9 @@ def test_where_weights_come_from() -> None:
     one = Divided()
     train(one, data(22, 4), **LIMITS)
     with case(layers="without storage on rank 1"):
-        with tk.Trainer(strategy=ModelParallelStrategy(), devices=2, accelerator="cpu", barebones=True).init_module(
-            empty_init=True
-        ):
+        with tk.Trainer(
+            strategy=ModelParallelStrategy(), devices=2, accelerator="cpu", barebones=True
+        ).init_module(empty_init=True):
             module = Divided(tensor_parallel)
         assert [p.is_meta for p in module.parameters()] == [dist.get_rank() > 0] * 4
         fit(module)
@@ -227,16 +250,19 @@ def test_where_weights_come_from() -> None:
     for divide in (compiled, renamed):
         with (
             case(divide=divide.__name__),
-            tk.Trainer(strategy=ModelParallelStrategy(2, 1), devices=2, accelerator="cpu", barebones=True).init_module(
-                empty_init=True
-            ),
+            tk.Trainer(
+                strategy=ModelParallelStrategy(2, 1), devices=2, accelerator="cpu", barebones=True
+            ).init_module(empty_init=True),
         ):
             module = Divided(divide)
         if divide is compiled:
             fit(module, 2)
             same(module, one)
         else:
-            with pytest.raises(StrategyError, match=r"found: net.0.bias before, net.0.0.weight now\n  fix:   rename"):
+            with pytest.raises(
+                StrategyError,
+                match=r"found: net.0.bias before, net.0.0.weight now\n  fix:   rename",
+            ):
                 fit(module, 2)
     with case(layers="made in configure_model"):
         inside = MadeInside()
@@ -269,10 +295,16 @@ def test_where_weights_come_from() -> None:
 @pytest.mark.world_size(2, timeout=240)
 def test_a_checkpoint_continues_here_and_on_one_rank() -> None:
     """The wrapped blocks of `sharded` have other names in ``named_parameters()`` than in checkpoints."""
-    box = [tempfile.mkdtemp(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))] if dist.get_rank() == 0 else [""]
+    box = (
+        [tempfile.mkdtemp(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))]
+        if dist.get_rank() == 0
+        else [""]
+    )
     dist.broadcast_object_list(box)
 
-    def fit(divide: Any, ranks: int = 1, path: str | None = None, **options: Any) -> tuple[tk.Trainer, Divided]:
+    def fit(
+        divide: Any, ranks: int = 1, path: str | None = None, **options: Any
+    ) -> tuple[tk.Trainer, Divided]:
         module = Divided(divide, seed=0 if path is None else 5)
         module.optimizer = adamw
         # Averages and statistics of blocks have the names of checkpoints, too.
@@ -293,7 +325,9 @@ def test_a_checkpoint_continues_here_and_on_one_rank() -> None:
                 fit(divide, ranks, max_epochs=1)[0].save_checkpoint(path)
                 for _, again in (fit(divide, ranks, path), fit(None, 1, path)):
                     for name, value in weights(again).items():
-                        torch.testing.assert_close(value, whole.state_dict()[name], rtol=0, atol=1e-12)
+                        torch.testing.assert_close(
+                            value, whole.state_dict()[name], rtol=0, atol=1e-12
+                        )
         dist.barrier()
     finally:
         if dist.get_rank() == 0:
@@ -301,7 +335,9 @@ def test_a_checkpoint_continues_here_and_on_one_rank() -> None:
 
 
 def other_mesh(module: Any, mesh: Any) -> None:
-    parallelize_module(module.net[0], init_device_mesh("cpu", (2,), mesh_dim_names=("mine",)), ColwiseParallel())
+    parallelize_module(
+        module.net[0], init_device_mesh("cpu", (2,), mesh_dim_names=("mine",)), ColwiseParallel()
+    )
 
 
 def bare(module: Any, mesh: Any) -> None:
@@ -320,7 +356,12 @@ def test_manual_optimization_steps_as_one_process() -> None:
     for divide, ranks in ((tensor_parallel, 1), (sharded, 2)):
         with case(divided=divide.__name__):
             how = {"strategy": ModelParallelStrategy(**sizes_of(ranks)), "devices": 2}
-            train(module := ByHand(divide, seed=dist.get_rank()), data(22, 4 // ranks), max_epochs=1, **how)
+            train(
+                module := ByHand(divide, seed=dist.get_rank()),
+                data(22, 4 // ranks),
+                max_epochs=1,
+                **how,
+            )
             for name, value in weights(module).items():
                 torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=1e-12)
 
@@ -343,9 +384,21 @@ def test_what_is_refused_before_the_first_step() -> None:
         configure_optimizers = Divided.configure_optimizers
 
     for module, ranks, message in (
-        (Divided(one_layer), 2, r"would differ between the 2 data ranks\n  found: net.3.weight, net.3.bias\n"),
-        (Divided(lambda *_: None), 2, r"found: net.0.weight, net.0.bias, net.3.weight and 1 more\n"),
-        (Divided(other_mesh), 1, r"a mesh that does not belong to this strategy\n  found: net.0.weight, net.0.bias\n"),
+        (
+            Divided(one_layer),
+            2,
+            r"would differ between the 2 data ranks\n  found: net.3.weight, net.3.bias\n",
+        ),
+        (
+            Divided(lambda *_: None),
+            2,
+            r"found: net.0.weight, net.0.bias, net.3.weight and 1 more\n",
+        ),
+        (
+            Divided(other_mesh),
+            1,
+            r"a mesh that does not belong to this strategy\n  found: net.0.weight, net.0.bias\n",
+        ),
         (
             MadeInside(bare, "meta"),
             1,
@@ -356,9 +409,17 @@ def test_what_is_refused_before_the_first_step() -> None:
             2,
             r"in different ways\n  found: net.0: nothing on rank 0, a unit of",
         ),
-        (Divided(another_layer_on_rank_one), 2, r"in different ways\n  found: net.0: a unit .* on rank 0, nothing on"),
+        (
+            Divided(another_layer_on_rank_one),
+            2,
+            r"in different ways\n  found: net.0: a unit .* on rank 0, nothing on",
+        ),
         (ByHand(whole_module), 2, r"sharded as a whole\n  found: fully_shard\(self"),
-        (Undivided(), 1, r"found: Undivided has no configure_model\n  fix:   define it, and call parallelize_module"),
+        (
+            Undivided(),
+            1,
+            r"found: Undivided has no configure_model\n  fix:   define it, and call parallelize_module",
+        ),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))
         with pytest.raises(StrategyError, match=message):
@@ -374,7 +435,13 @@ def test_explain_shows_what_a_rank_holds_and_sends() -> None:
         (whole_module, 2, "gradients: reduce-scatter over 2 data ranks"),
     ):
         strategy = ModelParallelStrategy(**sizes_of(ranks))
-        trainer = train(module := Divided(divide), data(8, 4 // ranks), max_epochs=1, strategy=strategy, devices=2)
+        trainer = train(
+            module := Divided(divide),
+            data(8, 4 // ranks),
+            max_epochs=1,
+            strategy=strategy,
+            devices=2,
+        )
         costs = strategy.costs(module, trainer.precision, 2)
         assert costs.parameters == costs.gradients
         assert whole / 2 <= costs.parameters <= whole / 2 + 64
@@ -386,16 +453,28 @@ def test_explain_shows_what_a_rank_holds_and_sends() -> None:
 
 def test_sizes_are_checked_before_anything_starts() -> None:
     assert ModelParallelStrategy().places(4) == {"data_parallel": 1, "tensor_parallel": 4}
-    assert ModelParallelStrategy(data_parallel_size=2).places(4) == {"data_parallel": 2, "tensor_parallel": 2}
-    assert ModelParallelStrategy(tensor_parallel_size=1).places(4) == {"data_parallel": 4, "tensor_parallel": 1}
-    with pytest.raises(StrategyError, match=r"tensor_parallel_size=3, 4 processes\n  fix:   launch 6 processes"):
+    assert ModelParallelStrategy(data_parallel_size=2).places(4) == {
+        "data_parallel": 2,
+        "tensor_parallel": 2,
+    }
+    assert ModelParallelStrategy(tensor_parallel_size=1).places(4) == {
+        "data_parallel": 4,
+        "tensor_parallel": 1,
+    }
+    with pytest.raises(
+        StrategyError, match=r"tensor_parallel_size=3, 4 processes\n  fix:   launch 6 processes"
+    ):
         ModelParallelStrategy(2, 3).places(4)
     with pytest.raises(StrategyError, match="data_parallel_size=0"):
         ModelParallelStrategy(0)
-    with pytest.raises(StrategyError, match=r"save_distributed_checkpoint=False\n  fix:   leave it out"):
+    with pytest.raises(
+        StrategyError, match=r"save_distributed_checkpoint=False\n  fix:   leave it out"
+    ):
         ModelParallelStrategy(save_distributed_checkpoint=False)
     with pytest.raises(StrategyError, match="8 processes, or leave"):
-        tk.Trainer(strategy=ModelParallelStrategy(2, 4), devices=2, accelerator="cpu", barebones=True)
+        tk.Trainer(
+            strategy=ModelParallelStrategy(2, 4), devices=2, accelerator="cpu", barebones=True
+        )
 
 
 @pytest.mark.slow

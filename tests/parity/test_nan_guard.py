@@ -14,7 +14,16 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, adamw, assert_close, assert_same, case, make_net, train
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    adamw,
+    assert_close,
+    assert_same,
+    case,
+    make_net,
+    train,
+)
 from trainer_kit.callbacks import NaNGuard
 from trainer_kit.core.errors import ConfigurationError, NonFiniteError
 
@@ -58,11 +67,18 @@ def loader(data: TensorDataset, size: int = 4) -> DataLoader[Any]:
     return DataLoader(data, batch_size=size)
 
 
-QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 RUN = {**QUIET, "enable_checkpointing": False}
 
 
-def by_hand(net: Any, data: TensorDataset, left_out: set[int], epochs: int = 1, k: int = 1, size: int = 4) -> None:
+def by_hand(
+    net: Any, data: TensorDataset, left_out: set[int], epochs: int = 1, k: int = 1, size: int = 4
+) -> None:
     """The plain loop over every window but those of the steps that are left out."""
     optimizer, step = adamw(net), 0
     schedule = lr_scheduler.StepLR(optimizer, 3, 0.7)
@@ -76,7 +92,9 @@ def by_hand(net: Any, data: TensorDataset, left_out: set[int], epochs: int = 1, 
                 F.cross_entropy(net(x.clamp(-5, 5)), y).backward()
             else:
                 for part, target in zip(x.split(size), y.split(size), strict=True):
-                    (F.cross_entropy(net(part.clamp(-5, 5)), target) * (len(part) / len(x))).backward()
+                    (
+                        F.cross_entropy(net(part.clamp(-5, 5)), target) * (len(part) / len(x))
+                    ).backward()
             optimizer.step()
             schedule.step()
 
@@ -93,7 +111,10 @@ def marked(**options: Any) -> Marked:
 @pytest.mark.parametrize(
     ("marks", "said"),
     [
-        ({"s21": 950.0}, r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0 \(samples 20, 21, 22, 23 of"),
+        (
+            {"s21": 950.0},
+            r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0 \(samples 20, 21, 22, 23 of",
+        ),
         (
             {"s22": 850.0},
             r"the gradient of net.0.bias is not finite at step 6\n.*2 gradients are not; in batch 5 .*20,",
@@ -101,9 +122,17 @@ def marked(**options: Any) -> Marked:
     ],
 )
 @pytest.mark.parametrize("every", [1, 5, 50])
-def test_the_loss_or_the_first_parameter_is_named(marks: dict[str, float], said: str, every: int) -> None:
+def test_the_loss_or_the_first_parameter_is_named(
+    marks: dict[str, float], said: str, every: int
+) -> None:
     with pytest.raises(NonFiniteError, match=f"(?s){said}"):
-        train(marked(), loader(samples(**marks)), callbacks=[NaNGuard()], log_every_n_steps=every, **RUN)
+        train(
+            marked(),
+            loader(samples(**marks)),
+            callbacks=[NaNGuard()],
+            log_every_n_steps=every,
+            **RUN,
+        )
 
 
 def test_losses_of_shape_one_and_of_no_shape_are_looked_at_together() -> None:
@@ -112,32 +141,46 @@ def test_losses_of_shape_one_and_of_no_shape_are_looked_at_together() -> None:
             loss = super().training_step(batch, batch_idx)
             return loss.reshape(1) if batch_idx % 2 else loss
 
-    with pytest.raises(NonFiniteError, match=r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0"):
-        train(Shapes(make_net(), scheduled), loader(samples(s21=950.0)), log_every_n_steps=50, **RUN)
+    with pytest.raises(
+        NonFiniteError, match=r"the loss is not finite at step 6\n.*nan in batch 5 of epoch 0"
+    ):
+        train(
+            Shapes(make_net(), scheduled), loader(samples(s21=950.0)), log_every_n_steps=50, **RUN
+        )
 
 
 def test_a_batch_that_holds_nan_itself_is_named() -> None:
     data = samples()
     data.tensors[0][9, 3] = float("nan")
-    with pytest.raises(NonFiniteError, match=r"at step 3\n.*samples 8, 9, 10, 11 of the dataset\), which holds NaN"):
+    with pytest.raises(
+        NonFiniteError, match=r"at step 3\n.*samples 8, 9, 10, 11 of the dataset\), which holds NaN"
+    ):
         train(marked(), loader(data), callbacks=[NaNGuard()], **RUN)
 
 
 @pytest.mark.parametrize("every", [1, 4, 50])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-@pytest.mark.parametrize("marks", [{"s21": 950.0}, {"s21": 850.0}, {"s2": 950.0, "s21": 850.0, "s47": 950.0}])
-def test_skip_trains_as_if_the_batches_were_not_there(marks: dict[str, float], dropout: float, every: int) -> None:
+@pytest.mark.parametrize(
+    "marks", [{"s21": 950.0}, {"s21": 850.0}, {"s2": 950.0, "s21": 850.0, "s47": 950.0}]
+)
+def test_skip_trains_as_if_the_batches_were_not_there(
+    marks: dict[str, float], dropout: float, every: int
+) -> None:
     bad = {int(name[1:]) // 4 + 1 for name in marks}
     net, module, guard = make_net(dropout=dropout), marked(dropout=dropout), NaNGuard("skip")
     data = samples(**marks)
     torch.manual_seed(7)
     by_hand(net, data, bad | {step + 12 for step in bad}, epochs=2)
     torch.manual_seed(7)
-    trainer = train(module, loader(data), max_epochs=2, callbacks=[guard], log_every_n_steps=every, **RUN)
+    trainer = train(
+        module, loader(data), max_epochs=2, callbacks=[guard], log_every_n_steps=every, **RUN
+    )
     assert_same(module.net, net)
     assert guard.skipped_steps == sorted([*bad, *(step + 12 for step in bad)])
     assert trainer.global_step == 24
-    assert trainer.progress.samples == 4 * (24 - len(guard.skipped_steps))  # those that were trained on
+    assert trainer.progress.samples == 4 * (
+        24 - len(guard.skipped_steps)
+    )  # those that were trained on
 
 
 def test_rollback_leaves_out_the_steps_before_too() -> None:
@@ -162,7 +205,13 @@ def test_sparse_gradients() -> None:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     guard = NaNGuard("skip")
-    train(Rows(), [torch.tensor([i, i + 1]) for i in range(6)], callbacks=[guard], log_every_n_steps=2, **RUN)
+    train(
+        Rows(),
+        [torch.tensor([i, i + 1]) for i in range(6)],
+        callbacks=[guard],
+        log_every_n_steps=2,
+        **RUN,
+    )
     assert guard.skipped_steps == [4]
 
 
@@ -186,7 +235,9 @@ def test_too_many_bad_steps_are_an_error() -> None:
 def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
     data, whole = samples(s9=950.0, s33=850.0), marked(dropout=0.3)
     torch.manual_seed(5)
-    train(whole, loader(data), max_epochs=2, callbacks=[NaNGuard("skip")], log_every_n_steps=4, **RUN)
+    train(
+        whole, loader(data), max_epochs=2, callbacks=[NaNGuard("skip")], log_every_n_steps=4, **RUN
+    )
 
     def part(steps: int, **options: Any) -> tuple[Marked, NaNGuard]:
         module, guard = marked(dropout=0.3), NaNGuard("skip")
@@ -194,7 +245,11 @@ def test_a_resumed_run_leaves_out_the_same(tmp_path: Path) -> None:
         saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=6, save_top_k=-1)
         limits = {"max_epochs": 2, "max_steps": steps, "log_every_n_steps": 4}
         trainer = tk.Trainer(
-            accelerator="cpu", devices=1, callbacks=[saving, guard], **limits, **{**QUIET, "barebones": False}
+            accelerator="cpu",
+            devices=1,
+            callbacks=[saving, guard],
+            **limits,
+            **{**QUIET, "barebones": False},
         )
         trainer.fit(module, loader(data), **options)
         return module, guard
@@ -243,16 +298,28 @@ def test_two_ranks(strategy: str) -> None:
             net, module = make_net().double(), Marked(make_net().double(), scheduled)
             by_hand(net, data, {6}, size=2, k=2)
             guard = NaNGuard("skip")
-            trainer = train(module, loader(data, 2), strategy=strategy, devices=2, callbacks=[guard], **RUN)
+            trainer = train(
+                module, loader(data, 2), strategy=strategy, devices=2, callbacks=[guard], **RUN
+            )
             assert guard.skipped_steps == [6]
             weights = trainer.strategy.module_state(module)
             whole = {
-                n.removeprefix("net."): w.full_tensor() if hasattr(w, "full_tensor") else w for n, w in weights.items()
+                n.removeprefix("net."): w.full_tensor() if hasattr(w, "full_tensor") else w
+                for n, w in weights.items()
             }
             torch.testing.assert_close(whole, dict(net.state_dict()), rtol=1e-10, atol=1e-12)
             again = Marked(make_net().double(), scheduled)
-            with pytest.raises(NonFiniteError, match=r"(?s)at step 6\n.*samples 22, 23 of the dataset\).*"):
-                train(again, loader(data, 2), strategy=strategy, devices=2, callbacks=[NaNGuard()], **RUN)
+            with pytest.raises(
+                NonFiniteError, match=r"(?s)at step 6\n.*samples 22, 23 of the dataset\).*"
+            ):
+                train(
+                    again,
+                    loader(data, 2),
+                    strategy=strategy,
+                    devices=2,
+                    callbacks=[NaNGuard()],
+                    **RUN,
+                )
             dist.barrier()
 
 
@@ -283,7 +350,9 @@ Path("skipped").write_text(str(guard.skipped_steps))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("killed", "left_out"), [(11, {6, 7, 8, 9}), (7, {8, 9})])
-def test_a_kill_inside_the_window_of_a_rollback(programs: Any, tmp_path: Path, killed: int, left_out: set[int]) -> None:
+def test_a_kill_inside_the_window_of_a_rollback(
+    programs: Any, tmp_path: Path, killed: int, left_out: set[int]
+) -> None:
     """Step 9 is bad; the newest checkpoint is of step 7. Killed after step 11 it was written again without steps 6, 7.
 
     Killed before the bad step the resumed run has no state from before the window, and says so.

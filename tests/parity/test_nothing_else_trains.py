@@ -14,7 +14,16 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, adamw, assert_same, make_batches, make_net, merged, train
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    adamw,
+    assert_same,
+    make_batches,
+    make_net,
+    merged,
+    train,
+)
 
 
 class Noisy(Classifier):
@@ -54,7 +63,9 @@ def everything_drawn() -> tuple[Any, ...]:
     return random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist()
 
 
-def run(val: Any = None, module: Noisy | None = None, **options: Any) -> tuple[Noisy, tuple[Any, ...]]:
+def run(
+    val: Any = None, module: Noisy | None = None, **options: Any
+) -> tuple[Noisy, tuple[Any, ...]]:
     module = Noisy() if module is None else module
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     options = {"seed": 4, "max_epochs": 3, **options}
@@ -100,7 +111,9 @@ def test_validation_with_workers(alone: tuple[Noisy, tuple[Any, ...]]) -> None:
     assert drawn == alone[1]
 
 
-def test_the_sanity_check_leaves_no_metric_and_no_trace(alone: tuple[Noisy, tuple[Any, ...]]) -> None:
+def test_the_sanity_check_leaves_no_metric_and_no_trace(
+    alone: tuple[Noisy, tuple[Any, ...]],
+) -> None:
     seen: list[Any] = []
 
     class Look(tk.Callback):
@@ -111,7 +124,12 @@ def test_the_sanity_check_leaves_no_metric_and_no_trace(alone: tuple[Noisy, tupl
             trainer.should_stop = True
             torch.rand(5)
 
-    quiet = {"barebones": False, "logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    quiet = {
+        "barebones": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_model_summary": False,
+    }
     module, drawn = run(shuffled(8), callbacks=[Look()], num_sanity_val_steps=2, **quiet)
     random.seed(1), np.random.seed(1), torch.manual_seed(1)
     assert seen == [({}, everything_drawn(), False)]
@@ -141,7 +159,9 @@ class Logged(Noisy):
 class Reader(tk.Callback):
     """Reads whatever it can at every step."""
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         float(outputs["loss"])
         dict(trainer.callback_metrics), dict(trainer.progress_bar_metrics), trainer.optimizers
 
@@ -149,7 +169,9 @@ class Reader(tk.Callback):
         sum(p.grad.norm() for p in module.parameters())
 
 
-def test_logging_callbacks_bar_and_checkpoints(tmp_path: Path, alone: tuple[Noisy, tuple[Any, ...]]) -> None:
+def test_logging_callbacks_bar_and_checkpoints(
+    tmp_path: Path, alone: tuple[Noisy, tuple[Any, ...]]
+) -> None:
     callbacks = [
         Reader(),
         tk.callbacks.LearningRateMonitor(),
@@ -182,7 +204,13 @@ def test_checkpoints_equal_the_run_without_them_at_every_step(tmp_path: Path) ->
 
     run(callbacks=[Keep()])
     each = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-    run(callbacks=[each], barebones=False, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    run(
+        callbacks=[each],
+        barebones=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
     saved = sorted(tmp_path.glob("step-*"))
     assert len(saved) == len(states) == 21
     for path, state in zip(saved, states, strict=True):

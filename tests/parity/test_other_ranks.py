@@ -61,7 +61,9 @@ def loader(kind: str) -> Any:
     if kind == "batch sampler":
         return DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, False))
     if kind == "generator":
-        return DataLoader(data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4))
+        return DataLoader(
+            data, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(4)
+        )
     if kind == "stream":
         return DataLoader(Stream(), batch_size=2)
     if kind == "stream with a state":
@@ -70,10 +72,16 @@ def loader(kind: str) -> Any:
 
 
 OTHERS = ["list", "batch sampler", "generator", "stream"]
-KINDS = ["map-style", "stream with a state", *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS)]
+KINDS = [
+    "map-style",
+    "stream with a state",
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in OTHERS),
+]
 
 
-def train(directory: str, ranks: int, batches: int, resume: bool, kind: str = "map-style") -> list[int]:
+def train(
+    directory: str, ranks: int, batches: int, resume: bool, kind: str = "map-style"
+) -> list[int]:
     module = Ids()
     trainer = Trainer(
         accelerator="cpu",
@@ -111,7 +119,9 @@ def test_one_rank_then_two(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DataLoader cannot skip by index")
-@pytest.mark.parametrize("kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)])
+@pytest.mark.parametrize(
+    "kind", [*KINDS[:2], *(pytest.param(kind, marks=pytest.mark.long) for kind in OTHERS)]
+)
 def test_two_ranks_then_two(tmp_path: Path, kind: str) -> None:
     whole = run_distributed(train, 2, str(tmp_path / "whole"), 2, -1, False, kind)
     before = run_distributed(train, 2, str(tmp_path), 2, 2, False, kind)
@@ -145,7 +155,9 @@ class Regression(TrainModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.net = torch.nn.Sequential(torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1))
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(5, 9), torch.nn.Tanh(), torch.nn.Linear(9, 1)
+        )
         self.ids: dict[int, list[int]] = {}
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -187,9 +199,15 @@ def regression(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"global_batch_size": 8}, {"global_batch_size": 16, "accumulate_grad_batches": 2}])
-@pytest.mark.parametrize("chain", [(1, 2, 4, 1), pytest.param((4, 2, 1, 4), marks=pytest.mark.long)])
-def test_steps_samples_and_losses_are_those_of_one_process(tmp_path: Path, chain: Any, options: Any) -> None:
+@pytest.mark.parametrize(
+    "options", [{"global_batch_size": 8}, {"global_batch_size": 16, "accumulate_grad_batches": 2}]
+)
+@pytest.mark.parametrize(
+    "chain", [(1, 2, 4, 1), pytest.param((4, 2, 1, 4), marks=pytest.mark.long)]
+)
+def test_steps_samples_and_losses_are_those_of_one_process(
+    tmp_path: Path, chain: Any, options: Any
+) -> None:
     """Cut three times, each time inside an epoch, and taken up on another number of ranks."""
     steps = 3 * 48 // options["global_batch_size"]
     cuts = [steps // 4 + 1, steps // 2 + 1, 3 * steps // 4 + 1, steps]
@@ -210,17 +228,23 @@ def test_changed_batches_are_printed(tmp_path: Path, capsys: Any) -> None:
     run_distributed(regression, 2, str(tmp_path), 2, 2, False, {"global_batch_size": 8})
     regression(str(tmp_path), 1, 3, True, {"global_batch_size": 8})
     printed = capsys.readouterr().out
-    assert "global_batch_size=8 stays: a batch is 8 samples on each rank, of 1 now and 2 before" in printed
+    assert (
+        "global_batch_size=8 stays: a batch is 8 samples on each rank, of 1 now and 2 before"
+        in printed
+    )
     run_distributed(regression, 2, str(tmp_path), 2, 3, False, {})
     regression(str(tmp_path), 1, 4, True, {})
     printed = capsys.readouterr().out
     assert (
-        "continuing at batch 6 of the epoch: 3 batches of 2 samples were trained on, they are of 1 samples" in printed
+        "continuing at batch 6 of the epoch: 3 batches of 2 samples were trained on, they are of 1 samples"
+        in printed
     )
     assert "global_batch_size= keeps" in printed
 
 
 def test_several_loaders_in_turn_stay_on_as_many_ranks(tmp_path: Path) -> None:
     run_distributed(train, 2, str(tmp_path), 2, 4, False, "in turn")
-    with pytest.raises(CheckpointError, match=r"a position in batches of 4 samples of a sequential"):
+    with pytest.raises(
+        CheckpointError, match=r"a position in batches of 4 samples of a sequential"
+    ):
         train(str(tmp_path), 1, -1, True, "in turn")

@@ -11,12 +11,27 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, assert_close, case, doubled, make_batches, make_net, sgd, train
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    assert_close,
+    case,
+    doubled,
+    make_batches,
+    make_net,
+    sgd,
+    train,
+)
 from trainer_kit.callbacks import AutoMicroBatch
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.step.split_batches import split
 
-QUIET = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "barebones": False,
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Full(nn.Module):
@@ -49,7 +64,9 @@ class Logging(Classifier):
         return loss
 
 
-def net(rows: int = 99, where: str = "forward", rank: int | None = None, norm: bool = False) -> Logging:
+def net(
+    rows: int = 99, where: str = "forward", rank: int | None = None, norm: bool = False
+) -> Logging:
     return Logging(Full(make_net(norm=norm).double(), rows, where, rank), sgd)
 
 
@@ -64,14 +81,23 @@ def test_the_error_names_step_peak_and_fix() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize(("rows", "parts"), [(3, 2), (2, 4), (1, 8)])
 @pytest.mark.parametrize("k", [1, 2])
-def test_the_step_is_repeated_with_the_same_result(where: str, rows: int, parts: int, k: int) -> None:
+def test_the_step_is_repeated_with_the_same_result(
+    where: str, rows: int, parts: int, k: int
+) -> None:
     batches, seen = doubled(make_batches(6, last=3)), []
 
     class Look(tk.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             seen.append((batch_idx, float(outputs["loss"])))
 
-    options = {**QUIET, "enable_checkpointing": False, "max_epochs": 2, "accumulate_grad_batches": k}
+    options = {
+        **QUIET,
+        "enable_checkpointing": False,
+        "max_epochs": 2,
+        "accumulate_grad_batches": k,
+    }
     plain, module, auto = net(), net(rows, where), AutoMicroBatch()
     before = train(plain, batches, callbacks=[Look()], **options)
     wanted = dict(seen[-6:])
@@ -82,7 +108,9 @@ def test_the_step_is_repeated_with_the_same_result(where: str, rows: int, parts:
     for name in ("batch", "samples", "step", "epoch"):
         assert getattr(trainer.progress, name) == getattr(before.progress, name)
     assert dict(seen[-6:]) == pytest.approx(wanted)
-    assert float(trainer.callback_metrics["loss"]) == pytest.approx(float(before.callback_metrics["loss"]))
+    assert float(trainer.callback_metrics["loss"]) == pytest.approx(
+        float(before.callback_metrics["loss"])
+    )
 
 
 def test_the_loss_of_parts_is_the_one_that_was_returned() -> None:
@@ -97,7 +125,9 @@ def test_the_loss_of_parts_is_the_one_that_was_returned() -> None:
     losses: list[float] = []
 
     class Look(tk.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             losses.append(float(outputs["loss"]))
 
     batches, options = doubled(make_batches(4)), {**QUIET, "enable_checkpointing": False}
@@ -109,7 +139,13 @@ def test_the_loss_of_parts_is_the_one_that_was_returned() -> None:
 
 def test_one_row_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(torch.OutOfMemoryError):
-        train(net(0), doubled(make_batches(4)), callbacks=[AutoMicroBatch()], barebones=False, **_quiet())
+        train(
+            net(0),
+            doubled(make_batches(4)),
+            callbacks=[AutoMicroBatch()],
+            barebones=False,
+            **_quiet(),
+        )
 
 
 def test_another_error_is_not_caught() -> None:
@@ -118,18 +154,31 @@ def test_another_error_is_not_caught() -> None:
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
     with pytest.raises(RuntimeError, match="mat1"):
-        train(Wrong(make_net(), sgd), make_batches(2), callbacks=[AutoMicroBatch()], barebones=False, **_quiet())
+        train(
+            Wrong(make_net(), sgd),
+            make_batches(2),
+            callbacks=[AutoMicroBatch()],
+            barebones=False,
+            **_quiet(),
+        )
 
 
 def _quiet() -> dict[str, Any]:
-    return {name: value for name, value in QUIET.items() if name != "barebones"} | {"enable_checkpointing": False}
+    return {name: value for name, value in QUIET.items() if name != "barebones"} | {
+        "enable_checkpointing": False
+    }
 
 
 def test_the_number_of_parts_is_remembered(tmp_path: Path) -> None:
-    batches, saving = doubled(make_batches(6)), tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4)
+    batches, saving = (
+        doubled(make_batches(6)),
+        tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4),
+    )
     train(net(3), batches, callbacks=[saving, AutoMicroBatch()], max_steps=4, **QUIET)
     again, auto = net(3), AutoMicroBatch()
-    trainer = tk.Trainer(accelerator="cpu", max_epochs=1, callbacks=[auto], enable_checkpointing=False, **QUIET)
+    trainer = tk.Trainer(
+        accelerator="cpu", max_epochs=1, callbacks=[auto], enable_checkpointing=False, **QUIET
+    )
     trainer.fit(again, batches, ckpt_path=tmp_path / "step-00000004")
     plain = net()
     train(plain, batches)
@@ -140,7 +189,11 @@ def test_the_number_of_parts_is_remembered(tmp_path: Path) -> None:
 
 def test_batches_are_divided_by_rows() -> None:
     parts = split(
-        [torch.arange(5), {"y": torch.arange(10).view(5, 2), "scale": torch.tensor(2.0), "n": list("abcde")}], 2
+        [
+            torch.arange(5),
+            {"y": torch.arange(10).view(5, 2), "scale": torch.tensor(2.0), "n": list("abcde")},
+        ],
+        2,
     )
     assert [size for _, size in parts] == [3, 2]
     (x, rest), _ = parts[1]
@@ -155,7 +208,13 @@ def test_steps_that_cannot_be_repeated_are_refused() -> None:
         automatic_optimization = False
 
     with pytest.raises(ConfigurationError, match="manual optimization"):
-        train(Manual(make_net(), sgd), make_batches(2), callbacks=[AutoMicroBatch()], barebones=False, **_quiet())
+        train(
+            Manual(make_net(), sgd),
+            make_batches(2),
+            callbacks=[AutoMicroBatch()],
+            barebones=False,
+            **_quiet(),
+        )
     with pytest.raises(ConfigurationError, match="parts must be at least 1"):
         AutoMicroBatch(parts=0)
 
@@ -167,22 +226,40 @@ def test_every_rank_repeats_the_step_that_fails_on_one() -> None:
     for where in ("forward", "backward"):
         for k in (1, 2):
             with case(where=where, k=k):
-                options = {**QUIET, "enable_checkpointing": False, "max_epochs": 2, "accumulate_grad_batches": k}
+                options = {
+                    **QUIET,
+                    "enable_checkpointing": False,
+                    "max_epochs": 2,
+                    "accumulate_grad_batches": k,
+                }
                 plain, module, auto = net(), net(2, where, rank=1), AutoMicroBatch()
                 train(plain, batches, strategy="ddp", devices=2, **options)
-                trainer = train(module, batches, strategy="ddp", devices=2, callbacks=[auto], **options)
+                trainer = train(
+                    module, batches, strategy="ddp", devices=2, callbacks=[auto], **options
+                )
                 assert auto.parts == 4
                 assert_close(module.net.inner, plain.net.inner)
-                theirs = trainer.strategy.world.all_gather_object([p.tolist() for p in module.parameters()])
+                theirs = trainer.strategy.world.all_gather_object(
+                    [p.tolist() for p in module.parameters()]
+                )
                 assert theirs[0] == theirs[1]
     with case(hook="on_train_batch_start"):  # which the ranks agree on before each micro-batch
 
         class Starts(tk.Callback):
-            def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            def on_train_batch_start(
+                self, trainer: Any, module: Any, batch: Any, batch_idx: int
+            ) -> None:
                 pass
 
         module = net(2, "forward", rank=1)
-        train(module, batches, strategy="ddp", devices=2, callbacks=[AutoMicroBatch(), Starts()], **options)
+        train(
+            module,
+            batches,
+            strategy="ddp",
+            devices=2,
+            callbacks=[AutoMicroBatch(), Starts()],
+            **options,
+        )
         assert_close(module.net.inner, plain.net.inner)
     with pytest.raises(ConfigurationError, match="cannot repeat a step of this run"):
         train(net(), batches, strategy="fsdp", devices=2, callbacks=[AutoMicroBatch()], **options)
@@ -194,7 +271,9 @@ def test_memory_that_is_full_before_the_forward_of_one_rank() -> None:
     class Moves(Logging):
         def __init__(self, full: bool) -> None:
             super().__init__(make_net().double(), sgd)
-            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))  # the wrapper sends rank 0's
+            self.register_buffer(
+                "seen", torch.zeros((), dtype=torch.float64)
+            )  # the wrapper sends rank 0's
             self.full, self.moved = full, 0
 
         def transfer_batch_to_device(self, batch: Any, device: Any, dataloader_idx: int) -> Any:
@@ -210,7 +289,12 @@ def test_memory_that_is_full_before_the_forward_of_one_rank() -> None:
     batches = doubled(make_batches(8))
     for k in (1, 2):
         with case(k=k):
-            options = {**QUIET, "enable_checkpointing": False, "max_epochs": 1, "accumulate_grad_batches": k}
+            options = {
+                **QUIET,
+                "enable_checkpointing": False,
+                "max_epochs": 1,
+                "accumulate_grad_batches": k,
+            }
             plain, module, auto = Moves(False), Moves(True), AutoMicroBatch()
             train(plain, batches, strategy="ddp", devices=2, **options)
             train(module, batches, strategy="ddp", devices=2, callbacks=[auto], **options)
@@ -220,13 +304,24 @@ def test_memory_that_is_full_before_the_forward_of_one_rank() -> None:
 
 
 @pytest.mark.world_size(2)
-def test_a_forward_that_needs_every_rank_cannot_be_repeated_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_that_needs_every_rank_cannot_be_repeated_on_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # torch refuses these layers on a CPU, where accelerators come as far as the question of AutoMicroBatch
-    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
+    monkeypatch.setattr(
+        nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None
+    )
 
     class Normed(Classifier):
         def __init__(self) -> None:
             super().__init__(nn.Sequential(make_net(), nn.SyncBatchNorm(3)))
 
     with pytest.raises(ConfigurationError, match="SyncBatchNorm, whose forward needs every rank"):
-        train(Normed(), make_batches(2), strategy="ddp", devices=2, callbacks=[AutoMicroBatch()], **QUIET)
+        train(
+            Normed(),
+            make_batches(2),
+            strategy="ddp",
+            devices=2,
+            callbacks=[AutoMicroBatch()],
+            **QUIET,
+        )

@@ -61,13 +61,18 @@ def both(make: Any, schedule: str = "1F1B", batches: Any = None, **options: Any)
     assert sorted(name for names in everyone for name in names) == sorted(whole)  # each on one rank
     assert all(len(names) < len(whole) for names in everyone)
     for name, value in own.items():
-        torch.testing.assert_close(value, whole[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, whole[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
     assert any(not torch.equal(start[name], value) for name, value in own.items())
     assert {name for name, _ in mine.named_parameters()} <= own.keys()
     assert staged.callback_metrics.keys() == alone.callback_metrics.keys()
     for name, value in alone.callback_metrics.items():
         torch.testing.assert_close(staged.callback_metrics[name], value, rtol=1e-6, atol=1e-6)
-    assert (staged.progress.samples, staged.global_step) == (alone.progress.samples, alone.global_step)
+    assert (staged.progress.samples, staged.global_step) == (
+        alone.progress.samples,
+        alone.global_step,
+    )
     return alone, staged
 
 
@@ -157,19 +162,28 @@ class Counting(Writer):
 
 
 def check_evaluation() -> None:
-    counted = train(Counting(), stages(), texts(RAGGED), texts((3, 4, 2)), max_epochs=1).callback_metrics
+    counted = train(
+        Counting(), stages(), texts(RAGGED), texts((3, 4, 2)), max_epochs=1
+    ).callback_metrics
     assert (int(counted["seen"]), int(counted["trained"])) == (9, 43)
     val = texts((3, 4, 2), seed=7)
     alone, staged = both(Writer, val=val, max_epochs=1)
     assert "val_loss" in staged.callback_metrics
-    results = [trainer.validate(trainer.module, val, verbose=False)[0]["val_loss"] for trainer in (alone, staged)]
+    results = [
+        trainer.validate(trainer.module, val, verbose=False)[0]["val_loss"]
+        for trainer in (alone, staged)
+    ]
     assert results[0] == pytest.approx(results[1], rel=1e-12)
     with warnings.catch_warnings():
         one, other = (trainer.predict(trainer.module, val) for trainer in (alone, staged))
     for theirs, mine in zip(one, other, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
-    fresh = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True)  # without training
-    torch.testing.assert_close(fresh.predict(Writer(), val)[0], Writer().predict_step(val[0], 0).detach())
+    fresh = tk.Trainer(
+        accelerator="cpu", strategy=stages(), devices=2, barebones=True
+    )  # without training
+    torch.testing.assert_close(
+        fresh.predict(Writer(), val)[0], Writer().predict_step(val[0], 0).detach()
+    )
 
 
 def check_what_a_step_draws() -> None:
@@ -201,8 +215,12 @@ def check_random_data() -> None:
         layer.down = nn.Sequential(layer.down, nn.Dropout(0.5 if layer in net.layers[:4] else 0.0))
     module = Masked(net)
     torch.manual_seed(dist.get_rank())
-    staged = train(module, stages(), DataLoader(torch.cat(texts(RAGGED)), 4, collate_fn=shifted), max_epochs=2)
-    theirs = staged.strategy.world.all_gather_object([value for value in module.heard if isinstance(value, Tensor)])
+    staged = train(
+        module, stages(), DataLoader(torch.cat(texts(RAGGED)), 4, collate_fn=shifted), max_epochs=2
+    )
+    theirs = staged.strategy.world.all_gather_object(
+        [value for value in module.heard if isinstance(value, Tensor)]
+    )
     assert len(theirs[0]) == 22
     for one, other in zip(*theirs, strict=True):
         assert torch.equal(one, other)
@@ -332,7 +350,12 @@ class Line(tk.TrainModule):
         super().__init__()
         torch.manual_seed(0)
         self.net = nn.Sequential(
-            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+            nn.Linear(6, 16),
+            nn.BatchNorm1d(16),
+            nn.Tanh(),
+            nn.Linear(16, 8),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 2),
         ).double()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -364,7 +387,9 @@ class Transposes(nn.Module):
 class Mixer(Line):
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Unflatten(1, (3, 2)), *(Transposes() for _ in range(4))).double()
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (3, 2)), *(Transposes() for _ in range(4))
+        ).double()
 
 
 def check_other_models() -> None:
@@ -390,7 +415,9 @@ class Overflows(Writer):
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__(net)
-        net.layers[0].up.weight.register_hook(lambda g: g * float("inf") if self.trainer.global_step == 1 else g)
+        net.layers[0].up.weight.register_hook(
+            lambda g: g * float("inf") if self.trainer.global_step == 1 else g
+        )
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -403,7 +430,9 @@ def check_scaled_gradients() -> None:
         with case(tied=tied):
             one, mine = (Overflows(words(tied=tied).float()) for _ in range(2))
             alone = train(one, "single_device", texts(RAGGED), precision="16-mixed")
-            staged = train(mine, stages(), texts(RAGGED), precision="16-mixed", gradient_clip_val=1e9)
+            staged = train(
+                mine, stages(), texts(RAGGED), precision="16-mixed", gradient_clip_val=1e9
+            )
             for name, value in mine.state_dict().items():
                 torch.testing.assert_close(value, one.state_dict()[name], rtol=0, atol=2e-3)
             scale = staged.precision_plugin.state_dict()
@@ -421,24 +450,43 @@ class Built(Writer):
 
 
 def check_tied_weights() -> None:
-    for schedule, tied in (("1F1B", "ends, blocks"), ("Interleaved1F1B", "ends, blocks"), ("ZBVZeroBubble", "ends")):
+    for schedule, tied in (
+        ("1F1B", "ends, blocks"),
+        ("Interleaved1F1B", "ends, blocks"),
+        ("ZBVZeroBubble", "ends"),
+    ):
         with case(schedule=schedule):
-            both(lambda tied=tied: Writer(words(tied=tied)), schedule, max_epochs=1, gradient_clip_val=0.05)
+            both(
+                lambda tied=tied: Writer(words(tied=tied)),
+                schedule,
+                max_epochs=1,
+                gradient_clip_val=0.05,
+            )
     one, mine = Built(), Built()  # the second stage without storage, at first
     for module, strategy in ((one, "single_device"), (mine, stages())):
         train(module, strategy, texts(RAGGED), max_epochs=1)
     for name, value in mine.state_dict().items():
         torch.testing.assert_close(value, one.state_dict()[name], rtol=1e-12, atol=1e-12)
-    with pytest.raises(StrategyError, match=r"each weight's gradient separately(.|\n)*layers.6.up.weight and layers.7"):
+    with pytest.raises(
+        StrategyError,
+        match=r"each weight's gradient separately(.|\n)*layers.6.up.weight and layers.7",
+    ):
         train(Writer(words(tied="blocks")), stages("ZBVZeroBubble"), texts(RAGGED))
 
     class Apart(Writer):
         def configure_optimizers(self) -> Any:
             named = list(self.named_parameters())
-            groups = [[p for n, p in named if ("embedding" in n) == first] for first in (True, False)]
-            return torch.optim.SGD([{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=0.1)
+            groups = [
+                [p for n, p in named if ("embedding" in n) == first] for first in (True, False)
+            ]
+            return torch.optim.SGD(
+                [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1]}], lr=0.1
+            )
 
-    with pytest.raises(StrategyError, match=r"embedding.weight and net.head.weight are one(.|\n)*weight_decay': 0.1"):
+    with pytest.raises(
+        StrategyError,
+        match=r"embedding.weight and net.head.weight are one(.|\n)*weight_decay': 0.1",
+    ):
         train(Apart(words(tied="ends, blocks")), stages(), texts(RAGGED))
 
 
@@ -450,7 +498,9 @@ def check_that_tied_weights_go_on_elsewhere() -> None:
     train(whole, "single_device", texts(RAGGED), max_epochs=-1, max_steps=5)
     for first, then in (("single_device", stages()), (stages(), "single_device")):
         path = f"{box[0]}/{then}-{dist.get_rank() if first == 'single_device' else 0}"
-        began = train(Writer(words(tied="ends, blocks")), first, texts(RAGGED), max_epochs=-1, max_steps=3)
+        began = train(
+            Writer(words(tied="ends, blocks")), first, texts(RAGGED), max_epochs=-1, max_steps=3
+        )
         began.save_checkpoint(path)
         dist.barrier()
         state = tk.checkpoint.read_checkpoint(path, parts=["model", "optimizer_states"])
@@ -472,17 +522,24 @@ def compared_on(strategy: Any, batch: int, count: int, **options: Any) -> None:
     one, mine = Writer(), Writer()
     data, val = torch.cat(texts((count,))), torch.cat(texts((8,), seed=7))
     ranks = strategy.sizes["dp_shard"] * strategy.sizes["dp_replicate"]
-    alone = train(one, "single_device", DataLoader(data, batch * ranks), DataLoader(val, 2 * ranks), **options)
+    alone = train(
+        one, "single_device", DataLoader(data, batch * ranks), DataLoader(val, 2 * ranks), **options
+    )
     split = train(mine, strategy, DataLoader(data, batch), DataLoader(val, 2), **options)
     expected = one.state_dict()
     for name, value in whole(mine.state_dict()).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+        )
     for name, value in alone.callback_metrics.items():
         torch.testing.assert_close(split.callback_metrics[name], value, rtol=1e-6, atol=1e-6)
     assert split.progress.samples == alone.progress.samples
     one_said, mine_said = (t.predict(t.module, DataLoader(val, 2)) for t in (alone, split))
     torch.testing.assert_close(torch.cat(mine_said), torch.cat(one_said), rtol=1e-12, atol=1e-12)
-    held, total = sum(value.numel() for value in local(mine)), sum(p.numel() for p in one.parameters())
+    held, total = (
+        sum(value.numel() for value in local(mine)),
+        sum(p.numel() for p in one.parameters()),
+    )
     everyone = split.strategy.world.all_gather_object(held)
     assert max(everyone) < 0.75 * total
 
@@ -524,13 +581,24 @@ def check_divided_ties() -> None:
     ):
         with case(sizes=sizes, schedule=schedule, precision=precision):
             net = words(tied="ends")
-            one, mine = (Writer(copy.deepcopy(net.float() if precision == "16-mixed" else net)) for _ in range(2))
+            one, mine = (
+                Writer(copy.deepcopy(net.float() if precision == "16-mixed" else net))
+                for _ in range(2)
+            )
             data = torch.cat(texts((46,)))
-            options: dict[str, Any] = {"max_epochs": 1, "gradient_clip_val": 0.05, "precision": precision}
+            options: dict[str, Any] = {
+                "max_epochs": 1,
+                "gradient_clip_val": 0.05,
+                "precision": precision,
+            }
             train(one, "single_device", DataLoader(data, 4), **options)
             split = train(mine, stages(schedule, **sizes), DataLoader(data, 2), **options)
             held, expected = whole(mine.state_dict()), one.state_dict()
-            near = {"rtol": 0, "atol": 2e-3} if precision == "16-mixed" else {"rtol": 1e-12, "atol": 1e-12}
+            near = (
+                {"rtol": 0, "atol": 2e-3}
+                if precision == "16-mixed"
+                else {"rtol": 1e-12, "atol": 1e-12}
+            )
             for name, value in held.items():
                 torch.testing.assert_close(value, expected[name], **near)
             assert split.global_step == 3
@@ -547,7 +615,9 @@ def check_with_context() -> None:
     ]
     expected = one.state_dict()
     for name, value in whole(mine.state_dict()).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            value, expected[name], rtol=1e-10, atol=1e-10, msg=lambda m, n=name: f"{n}: {m}"
+        )
     for name, value in trainers[0].callback_metrics.items():
         torch.testing.assert_close(trainers[1].callback_metrics[name], value, rtol=1e-6, atol=1e-6)
     said = [torch.cat(trainer.predict(trainer.module, val)) for trainer in trainers]

@@ -32,7 +32,9 @@ ADAPTIVE = {
     "sgd": sgd,
     "adamw": adamw,
     "adam_amsgrad": lambda net: torch.optim.Adam(net.parameters(), lr=0.01, amsgrad=True),
-    "nesterov": lambda net: torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "nesterov": lambda net: torch.optim.SGD(
+        net.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01
+    ),
     "two_groups": lambda net: torch.optim.AdamW(
         [{"params": net[0].parameters()}, {"params": net[-1].parameters(), "lr": 0.1}]
     ),
@@ -53,7 +55,10 @@ def test_scheduler_by_step() -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = adamw(net)
         scheduler = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=21)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
     batches, net, mine = make_batches(7), make_net(), make_net()
     made = configure(net)
@@ -65,7 +70,9 @@ def test_scheduler_by_step() -> None:
 def test_scheduler_by_epoch() -> None:
     batches, net, mine = make_batches(5), make_net(), make_net()
     optimizer = adamw(net)
-    plain_loop(net, [batches] * 4, optimizer, by_epoch=lr_scheduler.ExponentialLR(optimizer, 0.5).step)
+    plain_loop(
+        net, [batches] * 4, optimizer, by_epoch=lr_scheduler.ExponentialLR(optimizer, 0.5).step
+    )
 
     def configure(net: nn.Module) -> Any:
         optimizer = adamw(net)
@@ -136,8 +143,16 @@ CLIPS = {"norm": nn.utils.clip_grad_norm_, "value": nn.utils.clip_grad_value_}
 def test_clipping(algorithm: str) -> None:
     limit = {"norm": 0.3, "value": 0.02}[algorithm]
     batches, net, mine, free = make_batches(6), make_net(), make_net(), make_net()
-    plain_loop(net, [batches] * 2, sgd(net), clip=lambda parameters: CLIPS[algorithm](parameters, limit))
-    train(Classifier(mine), batches, max_epochs=2, gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+    plain_loop(
+        net, [batches] * 2, sgd(net), clip=lambda parameters: CLIPS[algorithm](parameters, limit)
+    )
+    train(
+        Classifier(mine),
+        batches,
+        max_epochs=2,
+        gradient_clip_val=limit,
+        gradient_clip_algorithm=algorithm,
+    )
     assert_same(mine, net)
     train(Classifier(free), batches, max_epochs=2)
     assert not torch.equal(free[0].weight, mine[0].weight), "the limit must be felt"
@@ -154,10 +169,14 @@ def test_bf16_mixed() -> None:
 @pytest.mark.parametrize("clip", [None, 0.3])
 def test_16_mixed_with_a_gradient_scaler(clip: float | None) -> None:
     batches, net, mine = make_batches(6), make_net(), make_net()
-    clipping = None if clip is None else (lambda parameters: nn.utils.clip_grad_norm_(parameters, clip))
+    clipping = (
+        None if clip is None else (lambda parameters: nn.utils.clip_grad_norm_(parameters, clip))
+    )
     scaler = torch.amp.GradScaler("cpu")
     plain_loop(net, [batches] * 2, adamw(net), autocast=torch.float16, scaler=scaler, clip=clipping)
-    trainer = train(Classifier(mine, adamw), batches, max_epochs=2, precision="16-mixed", gradient_clip_val=clip)
+    trainer = train(
+        Classifier(mine, adamw), batches, max_epochs=2, precision="16-mixed", gradient_clip_val=clip
+    )
     assert_same(mine, net)
     assert trainer.precision_plugin.scaler.get_scale() == scaler.get_scale()
 
@@ -173,13 +192,17 @@ def with_overflow() -> list[Batch]:
 def test_16_mixed_overflow_skips_the_optimizer_and_its_scheduler(log_every: int) -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = adamw(net)
-        return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
 
     batches, net, mine = with_overflow(), make_net(), make_net()
     (optimizer,), (config,) = configure(net)
     scaler = torch.amp.GradScaler("cpu")
     by_step = config["scheduler"]
-    skipped = plain_loop(net, [batches] * 2, optimizer, autocast=torch.float16, scaler=scaler, by_step=by_step)
+    skipped = plain_loop(
+        net, [batches] * 2, optimizer, autocast=torch.float16, scaler=scaler, by_step=by_step
+    )
     assert skipped == 2
     options = {"max_epochs": 2, "precision": "16-mixed", "log_every_n_steps": log_every}
     trainer = train(Classifier(mine, configure), batches, **options)
@@ -239,7 +262,10 @@ def test_lbfgs_draws_the_same_dropout_at_every_evaluation() -> None:
             return super().training_step(batch, batch_idx)
 
     net = make_net(dropout=0.3)
-    train(Seen(net, lambda net: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)), make_batches(2))
+    train(
+        Seen(net, lambda net: torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=3)),
+        make_batches(2),
+    )
     assert len(seen) > 2
     assert len(set(seen)) == 2, "one draw a batch, however often it is evaluated"
 
@@ -283,7 +309,12 @@ def test_a_shuffled_loader(num_workers: int) -> None:
     start = copy_of(net)
     module = Marked(net, adamw)
     torch.manual_seed(5)
-    train(module, DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers), max_epochs=2, seed=3)
+    train(
+        module,
+        DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers),
+        max_epochs=2,
+        seed=3,
+    )
     first, second = module.seen[:6], module.seen[6:]
     for epoch in (first, second):
         assert sorted(flat(epoch)) == list(range(22))
@@ -318,9 +349,13 @@ def test_the_order_of_a_plain_loop(of: str, by: str, num_workers: int) -> None:
     def loader() -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(9)
         if of == "loader":
-            return DataLoader(data, batch_size=4, shuffle=True, num_workers=num_workers, generator=generator)
+            return DataLoader(
+                data, batch_size=4, shuffle=True, num_workers=num_workers, generator=generator
+            )
         sampler = RandomSampler(data, generator=generator)
-        return DataLoader(data, batch_size=4, sampler=sampler, num_workers=num_workers, generator=generator)
+        return DataLoader(
+            data, batch_size=4, sampler=sampler, num_workers=num_workers, generator=generator
+        )
 
     made = loader()
     torch.manual_seed(5)
@@ -378,7 +413,10 @@ def test_a_group_that_is_added_meanwhile(way: str, monkeypatch: pytest.MonkeyPat
         def step(*arguments: Any) -> None:
             for group, known in zip(optimizer.param_groups, groups, strict=False):
                 group["params"] = known
-            optimizer.param_groups, added = optimizer.param_groups[: len(groups)], optimizer.param_groups[len(groups) :]
+            optimizer.param_groups, added = (
+                optimizer.param_groups[: len(groups)],
+                optimizer.param_groups[len(groups) :],
+            )
             optimizer.step(*arguments)
             optimizer.param_groups += added
 
@@ -392,7 +430,9 @@ def test_a_group_that_is_added_meanwhile(way: str, monkeypatch: pytest.MonkeyPat
             thaw(net, optimizer)
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()
-        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.05)
+        nn.utils.clip_grad_norm_(
+            [p for group in optimizer.param_groups for p in group["params"]], 0.05
+        )
         optimizer.step()
     module = Thaws(mine)
     module.automatic_optimization = way != "manual"

@@ -96,14 +96,23 @@ class Counts(Callback):
         module.log("callback", self.mean.compute())
 
 
-def run(callbacks: list[Any], batches: list[Any], limit: int = 99, **options: Any) -> tuple[dict[str, float], Any]:
+def run(
+    callbacks: list[Any], batches: list[Any], limit: int = 99, **options: Any
+) -> tuple[dict[str, float], Any]:
     torch.manual_seed(0)
     module = Learner()
     module.limit = limit
-    common = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    common = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+    }
     trainer = Trainer(max_epochs=1, callbacks=[*callbacks, Counts()], **common, **options)
     trainer.fit(module, batches)
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}, module.state_dict()
+    return {
+        name: float(value) for name, value in trainer.callback_metrics.items()
+    }, module.state_dict()
 
 
 def assert_weights_equal(state: Any, other: Any, exact: bool = True) -> None:
@@ -151,8 +160,15 @@ def test_an_optimizer_that_evaluates_the_loss_again_counts_a_step_once():
             return Twice(self.parameters(), lr=0.01)
 
     module = Closure()
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    options = {
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "accelerator": "cpu",
+    }
     trainer = Trainer(max_epochs=1, **options)
     trainer.fit(module, GOOD)
     shown = trainer.callback_metrics
-    assert [float(shown[name]) for name in ("updated", "both", "logged", "sum", "samples")] == [48.0] * 5
+    assert [float(shown[name]) for name in ("updated", "both", "logged", "sum", "samples")] == [
+        48.0
+    ] * 5

@@ -15,7 +15,16 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, Dataset
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, adamw, assert_same, make_batches, make_net, same_state, sgd
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    adamw,
+    assert_same,
+    make_batches,
+    make_net,
+    same_state,
+    sgd,
+)
 from trainer_kit.core.errors import CheckpointError
 
 EPOCHS, STEPS = 3, 4  # 15 batches in windows of 4
@@ -31,7 +40,9 @@ class Noised(Dataset[Batch]):
         return len(self.y)
 
     def __getitem__(self, index: int) -> Batch:
-        return self.x[index] + 0.1 * torch.randn(8) * random.random() * np.random.rand(), self.y[index]
+        return self.x[index] + 0.1 * torch.randn(8) * random.random() * np.random.rand(), self.y[
+            index
+        ]
 
 
 def warmed_up(net: nn.Module) -> Any:
@@ -57,7 +68,9 @@ class Everything(Classifier):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss: Tensor = super().training_step(batch, batch_idx)
         self.log("loss", loss, on_step=True, on_epoch=True)
-        self.log_dict({"worst": loss, "twice": 2 * loss}, on_step=False, on_epoch=True, reduce_fx="max")
+        self.log_dict(
+            {"worst": loss, "twice": 2 * loss}, on_step=False, on_epoch=True, reduce_fx="max"
+        )
         self.log("sum", float(batch_idx), on_step=False, on_epoch=True, reduce_fx="sum")
         return loss
 
@@ -131,7 +144,12 @@ def run(
     trainer = tk.Trainer(
         accelerator="cpu",
         devices=1,
-        callbacks=[recorder, *([saving] if save else []), tk.callbacks.LearningRateMonitor("step"), *extra],
+        callbacks=[
+            recorder,
+            *([saving] if save else []),
+            tk.callbacks.LearningRateMonitor("step"),
+            *extra,
+        ],
         enable_checkpointing=save,
         logger=values,
         enable_progress_bar=False,
@@ -145,7 +163,9 @@ def run(
     return trainer, recorder, values
 
 
-def assert_equal_ends(whole: Any, resumed: Any, module: nn.Module, again: nn.Module, since: int) -> None:
+def assert_equal_ends(
+    whole: Any, resumed: Any, module: nn.Module, again: nn.Module, since: int
+) -> None:
     (trainer, recorder, values), (trainer2, recorder2, values2) = whole, resumed
     assert_same(again, module)
     for one, other in zip(trainer.optimizers, trainer2.optimizers, strict=True):
@@ -207,7 +227,9 @@ def test_from_within_an_epoch_and_from_its_end(tmp_path: Path, options: dict[str
     for cut in cuts:
         again = Everything(configure)
         nn.init.zeros_(again.net[0].weight)
-        resumed = run(tmp_path, again, ckpt=tmp_path / f"step-{cut:08d}", start=77, save=False, **options)
+        resumed = run(
+            tmp_path, again, ckpt=tmp_path / f"step-{cut:08d}", start=77, save=False, **options
+        )
         assert_equal_ends(whole, resumed, module, again, since=cut)
         assert (torch.get_rng_state().tolist(), random.getstate()) == drawn
 
@@ -227,7 +249,10 @@ class SaveAndStop(tk.Callback):
 
 
 def test_a_checkpoint_before_a_due_validation_runs_it_on_resume(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save": False, "val_check_interval": 4}  # at steps 1, 2, 3 of an epoch of 4
+    options: dict[str, Any] = {
+        "save": False,
+        "val_check_interval": 4,
+    }  # at steps 1, 2, 3 of an epoch of 4
     module = Everything(plateau)
     whole = run(tmp_path, module, SaveAndStop(tmp_path), **options)
     for cut in (2, 3, 4):
@@ -236,7 +261,9 @@ def test_a_checkpoint_before_a_due_validation_runs_it_on_resume(tmp_path: Path) 
         assert resumed[1].validated[:2] == {2: [2, 3], 3: [3, 5], 4: [5, 6]}[cut]
         resumed[1].validated[:] = [step for step in resumed[1].validated if step > cut]
         assert_equal_ends(whole, resumed, module, again, since=cut)
-    stopped = [run(tmp_path / "b", Everything(), SaveAndStop(tmp_path / "b", 3), max_epochs=1, **options)]
+    stopped = [
+        run(tmp_path / "b", Everything(), SaveAndStop(tmp_path / "b", 3), max_epochs=1, **options)
+    ]
     stopped.append(
         run(
             tmp_path,
@@ -303,7 +330,12 @@ def test_a_drawn_seed_is_in_the_checkpoint(tmp_path: Path) -> None:
 def test_a_resumed_stream_skips_the_batches_of_the_run(tmp_path: Path) -> None:
     def fit(module: Any, ckpt: Any = None) -> None:
         saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+        }
         trainer = tk.Trainer(max_epochs=3, callbacks=[saving], devices=1, **quiet)
         trainer.fit(module, DataLoader(Stream(), batch_size=3), ckpt_path=ckpt)
 
@@ -333,7 +365,9 @@ def decayed(lr: float, kind: str) -> Any:
     return configure
 
 
-def test_a_learning_rate_configured_otherwise_today_wins_and_is_printed(tmp_path: Path, capsys: Any) -> None:
+def test_a_learning_rate_configured_otherwise_today_wins_and_is_printed(
+    tmp_path: Path, capsys: Any
+) -> None:
     run(tmp_path, Everything(constant(0.1)))
     capsys.readouterr()
     _, recorder, _ = run(tmp_path, Everything(constant(0.03)), ckpt=tmp_path / "step-00000005")
@@ -343,13 +377,19 @@ def test_a_learning_rate_configured_otherwise_today_wins_and_is_printed(tmp_path
     assert "0.1" in printed
 
 
-def test_everything_else_that_is_configured_otherwise_today_wins_too(tmp_path: Path, capsys: Any) -> None:
+def test_everything_else_that_is_configured_otherwise_today_wins_too(
+    tmp_path: Path, capsys: Any
+) -> None:
     def configure(betas: tuple[float, float], decay: float) -> Any:
-        return lambda net: torch.optim.AdamW(net.parameters(), lr=0.01, betas=betas, weight_decay=decay)
+        return lambda net: torch.optim.AdamW(
+            net.parameters(), lr=0.01, betas=betas, weight_decay=decay
+        )
 
     run(tmp_path, Everything(configure((0.9, 0.999), 0.1)))
     capsys.readouterr()
-    trainer, _, _ = run(tmp_path, Everything(configure((0.9, 0.999), 0.0)), ckpt=tmp_path / "step-00000005")
+    trainer, _, _ = run(
+        tmp_path, Everything(configure((0.9, 0.999), 0.0)), ckpt=tmp_path / "step-00000005"
+    )
     assert trainer.optimizers[0].param_groups[0]["weight_decay"] == 0.0
     printed = capsys.readouterr().out
     assert "weight_decay: 0.0" in printed
@@ -359,7 +399,9 @@ def test_everything_else_that_is_configured_otherwise_today_wins_too(tmp_path: P
 def test_an_unchanged_learning_rate_is_the_live_one(tmp_path: Path, capsys: Any) -> None:
     _, whole, _ = run(tmp_path, Everything(decayed(0.1, "lambda")))
     capsys.readouterr()
-    _, recorder, _ = run(tmp_path, Everything(decayed(0.1, "lambda")), ckpt=tmp_path / "step-00000005")
+    _, recorder, _ = run(
+        tmp_path, Everything(decayed(0.1, "lambda")), ckpt=tmp_path / "step-00000005"
+    )
     assert recorder.rates == {step: rate for step, rate in whole.rates.items() if step > 5}
     assert "configured" not in capsys.readouterr().out
 
@@ -397,9 +439,16 @@ def test_a_fit_from_a_checkpoint_in_a_process_that_has_trained_is_that_of_a_new_
         rates: list[float] = []
         saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1)
         noting = tk.callbacks.LambdaCallback(
-            on_train_batch_start=lambda trainer, *_: rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+            on_train_batch_start=lambda trainer, *_: rates.append(
+                trainer.optimizers[0].param_groups[0]["lr"]
+            )
         )
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        quiet = {
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+        }
         trainer = tk.Trainer(max_epochs=2, callbacks=[saving, noting], devices=1, **quiet)
         trainer.fit(module, make_batches(3), ckpt_path=ckpt)
         return rates
@@ -423,10 +472,14 @@ def test_a_fit_from_a_checkpoint_in_a_process_that_has_trained_is_that_of_a_new_
     assert "lr: 0.4 as configured now, not 0.1" in capsys.readouterr().out
 
 
-def test_a_tensor_rate_keeps_its_configured_value_under_a_schedule(tmp_path: Path, capsys: Any) -> None:
+def test_a_tensor_rate_keeps_its_configured_value_under_a_schedule(
+    tmp_path: Path, capsys: Any
+) -> None:
     def configure(net: nn.Module) -> Any:
         optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(0.1))
-        return [optimizer], [{"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": lr_scheduler.StepLR(optimizer, 1, gamma=0.5), "interval": "step"}
+        ]
 
     run(tmp_path, Everything(configure))
     capsys.readouterr()
@@ -456,13 +509,17 @@ def head_only(net: nn.Module) -> Any:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ModelCheckpoint now writes to")
 def test_groups_that_were_added_meanwhile(tmp_path: Path) -> None:
-    def train(path: Path, ckpt: Path | None = None, unfreezes: bool = True, configure: Any = head_only) -> Any:
+    def train(
+        path: Path, ckpt: Path | None = None, unfreezes: bool = True, configure: Any = head_only
+    ) -> Any:
         torch.manual_seed(2)
         module = Classifier(make_net(dropout=0.3), configure)
         keeper = tk.callbacks.ModelCheckpoint(path, every_n_train_steps=1, save_top_k=-1)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         callbacks = [keeper, Unfreezes()] if unfreezes else [keeper]
-        trainer = tk.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, max_epochs=3, **quiet)
+        trainer = tk.Trainer(
+            accelerator="cpu", devices=1, callbacks=callbacks, max_epochs=3, **quiet
+        )
         trainer.fit(module, make_batches(4), ckpt_path=ckpt)
         return trainer, module
 
@@ -472,7 +529,9 @@ def test_groups_that_were_added_meanwhile(tmp_path: Path) -> None:
         resumed, again = train(tmp_path / f"from-{step}", tmp_path / "whole" / f"step-{step:08d}")
         assert_same(again, module)
         same_state(resumed.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
-        assert [p.requires_grad for p in again.parameters()] == [p.requires_grad for p in module.parameters()]
+        assert [p.requires_grad for p in again.parameters()] == [
+            p.requires_grad for p in module.parameters()
+        ]
     # A parameter that begins in another way today stays as it is today.
     late = tmp_path / "whole" / "step-00000011"
     _, other = train(tmp_path / "other", late, unfreezes=False)

@@ -28,7 +28,10 @@ class Masters(torch.optim.Optimizer):
         for p in (p for group in self.param_groups for p in group["params"]):
             own = self.state[p]
             if not own:
-                own["master"], own["kept"] = p.detach().float(), {"moments": [torch.zeros_like(p, dtype=torch.float32)]}
+                own["master"], own["kept"] = (
+                    p.detach().float(),
+                    {"moments": [torch.zeros_like(p, dtype=torch.float32)]},
+                )
             (moment,) = own["kept"]["moments"]
             moment.mul_(0.9).add_(p.grad.float())
             own["master"].sub_(moment, alpha=self.param_groups[0]["lr"])
@@ -46,7 +49,13 @@ def nadam(net: nn.Module) -> torch.optim.Optimizer:
 def fit(root: Path, configure: Any, precision: str, ckpt: Any = None, **options: Any) -> Classifier:
     module = Classifier(make_net(), configure)
     saving = [ModelCheckpoint(root, every_n_train_steps=2, save_top_k=-1)] if ckpt is None else []
-    options = {"devices": 1, "callbacks": saving, "enable_checkpointing": bool(saving), **QUIET, **options}
+    options = {
+        "devices": 1,
+        "callbacks": saving,
+        "enable_checkpointing": bool(saving),
+        **QUIET,
+        **options,
+    }
     trainer = tk.Trainer(max_epochs=2, precision=precision, **options)
     trainer.fit(module, make_batches(4), ckpt_path=ckpt)
     return module
@@ -61,11 +70,18 @@ def test_a_fit(tmp_path: Path, configure: Any, precision: str) -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_fits_on_two_ranks(tmp_path: Path) -> None:
-    for name, strategy in (("ddp", "ddp"), ("fsdp", "fsdp"), ("mesh", MeshStrategy(dp_replicate=2))):
+    for name, strategy in (
+        ("ddp", "ddp"),
+        ("fsdp", "fsdp"),
+        ("mesh", MeshStrategy(dp_replicate=2)),
+    ):
         with case(strategy=name):
             options = {"strategy": strategy, "devices": 2}
             whole = {
-                k: _whole(v) for k, v in fit(tmp_path / name, masters, "bf16-true", **options).state_dict().items()
+                k: _whole(v)
+                for k, v in fit(tmp_path / name, masters, "bf16-true", **options)
+                .state_dict()
+                .items()
             }
             checkpoint = tmp_path / name / "step-00000002"
             again = fit(tmp_path, masters, "bf16-true", checkpoint, **options)
@@ -96,7 +112,9 @@ def test_a_loop_of_the_users_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("then", "now"), [("32-true", "bf16-true"), ("bf16-true", "64-true")])
-def test_state_in_the_dtype_of_its_weight_follows_the_weight(tmp_path: Path, then: str, now: str) -> None:
+def test_state_in_the_dtype_of_its_weight_follows_the_weight(
+    tmp_path: Path, then: str, now: str
+) -> None:
     def adamw(net: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(net.parameters(), lr=0.01)
 

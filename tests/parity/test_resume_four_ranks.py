@@ -33,7 +33,9 @@ class Net(tk.TrainModule):
 
 def fit(root: Path, steps: int, ckpt_path: Path | None = None, **options: Any) -> Net:
     draw = torch.Generator().manual_seed(1)
-    data = TensorDataset(torch.randn(96, 16, generator=draw), torch.randint(4, (96,), generator=draw))
+    data = TensorDataset(
+        torch.randn(96, 16, generator=draw), torch.randint(4, (96,), generator=draw)
+    )
     module = Net()
     trainer = tk.Trainer(
         accelerator="cpu",
@@ -64,6 +66,13 @@ def test_a_resumed_run_adds_in_the_same_order(tmp_path: Path) -> None:
     ):
         whole = fit(root / name / "whole", 8, **options)
         fit(root / name / "part", 4, **options)
-        resumed = fit(root / name / "rest", 8, root / name / "part" / "checkpoints" / "step-00000004", **options)
-        for (key, expected), found in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        resumed = fit(
+            root / name / "rest",
+            8,
+            root / name / "part" / "checkpoints" / "step-00000004",
+            **options,
+        )
+        for (key, expected), found in zip(
+            whole.named_parameters(), resumed.parameters(), strict=True
+        ):
             assert torch.equal(found, expected), (name, key)

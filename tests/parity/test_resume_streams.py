@@ -68,7 +68,9 @@ class Rolling:
 
 def shuffled() -> Any:
     x, y = make_batches(1, size=20)[0]
-    return DataLoader(TensorDataset(x, y), 3, shuffle=True, generator=torch.Generator().manual_seed(5))
+    return DataLoader(
+        TensorDataset(x, y), 3, shuffle=True, generator=torch.Generator().manual_seed(5)
+    )
 
 
 def together() -> Any:
@@ -89,7 +91,9 @@ class Model(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def fit(directory: Path, data: Any, ckpt: Any = None, start: int = 1, save: bool = True, **options: Any) -> Model:
+def fit(
+    directory: Path, data: Any, ckpt: Any = None, start: int = 1, save: bool = True, **options: Any
+) -> Model:
     torch.manual_seed(start)
     module = Model()
     torch.manual_seed(start)
@@ -112,23 +116,40 @@ def fit(directory: Path, data: Any, ckpt: Any = None, start: int = 1, save: bool
 
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any], Any]] = {
     "a dataset": (lambda: DataLoader(Samples(), batch_size=3), {}, range(1, 24, 3)),
-    "accumulation": (lambda: DataLoader(Samples(), batch_size=3), {"accumulate_grad_batches": 3}, range(1, 9)),
+    "accumulation": (
+        lambda: DataLoader(Samples(), batch_size=3),
+        {"accumulate_grad_batches": 3},
+        range(1, 9),
+    ),
     "over epochs": (Rolling, {"limit_train_batches": 5}, (1, 4, 5, 6, 10, 12)),
     "a generator": (shuffled, {}, (1, 6, 7, 8, 14, 17)),
     "several": (together, {}, (1, 3, 4, 6, 7, 8, 13, 16)),
-    "a generator in workers": (lambda: DataLoader(Samples(), batch_size=3, num_workers=2), {}, (3, 8, 9)),
+    "a generator in workers": (
+        lambda: DataLoader(Samples(), batch_size=3, num_workers=2),
+        {},
+        (3, 8, 9),
+    ),
 }
 
 
 @pytest.mark.parametrize(("make", "options", "cuts"), CASES.values(), ids=CASES)
 @pytest.mark.slow
-def test_a_resumed_run_ends_as_the_one_that_was_not(tmp_path: Path, make: Any, options: Any, cuts: Any) -> None:
+def test_a_resumed_run_ends_as_the_one_that_was_not(
+    tmp_path: Path, make: Any, options: Any, cuts: Any
+) -> None:
     module = fit(tmp_path / "whole", make(), **options)
     steps = len(list((tmp_path / "whole").glob("step-*")))
     per_step = options.get("accumulate_grad_batches", 1)
     for cut in cuts:
         assert cut <= steps
-        again = fit(tmp_path, make(), ckpt=tmp_path / "whole" / f"step-{cut:08d}", start=9, save=False, **options)
+        again = fit(
+            tmp_path,
+            make(),
+            ckpt=tmp_path / "whole" / f"step-{cut:08d}",
+            start=9,
+            save=False,
+            **options,
+        )
         assert_same(again, module)
         assert again.given == module.given[len(module.given) - len(again.given) :]
         if per_step == 1:
@@ -155,12 +176,16 @@ def test_a_state_that_no_checkpoint_holds_is_reported_before_the_first_step(tmp_
 
 def test_a_failure_inside_a_window_keeps_the_window(tmp_path: Path) -> None:
     class Fails(tk.Callback):
-        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_start(
+            self, trainer: Any, module: Any, batch: Any, batch_idx: int
+        ) -> None:
             if batch_idx == 5:  # the second of the third window
                 raise RuntimeError("power")
 
     def run(module: Any, *callbacks: Any, ckpt: Any = None) -> None:
-        saving = tk.callbacks.ModelCheckpoint(tmp_path, save_on_exception=True, every_n_train_steps=100)
+        saving = tk.callbacks.ModelCheckpoint(
+            tmp_path, save_on_exception=True, every_n_train_steps=100
+        )
         trainer = tk.Trainer(
             accelerator="cpu", max_epochs=1, accumulate_grad_batches=2, logger=False, enable_progress_bar=False,
             enable_model_summary=False, callbacks=[saving, *callbacks], seed=3,

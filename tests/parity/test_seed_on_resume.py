@@ -30,7 +30,11 @@ def seen(path, max_steps, **options):
         "enable_model_summary": False,
         "enable_checkpointing": False,
     }
-    trainer = Trainer(max_steps=max_steps, **{key: value for key, value in options.items() if key == "seed"}, **quiet)
+    trainer = Trainer(
+        max_steps=max_steps,
+        **{key: value for key, value in options.items() if key == "seed"},
+        **quiet,
+    )
     data = DataLoader(TensorDataset(torch.arange(12.0).unsqueeze(1)), batch_size=2, shuffle=True)
     trainer.fit(module, data, ckpt_path=options.get("ckpt_path"))
     if "ckpt_path" not in options:

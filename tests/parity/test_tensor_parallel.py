@@ -35,20 +35,31 @@ def texts(count: int, seed: int = 1) -> list[Any]:
     return list(zip(tokens, targets, strict=True))
 
 
-def compare(axes: dict[str, int], flags: dict[str, bool], kind: type[Speaker] = Counting, **options: Any) -> None:
+def compare(
+    axes: dict[str, int], flags: dict[str, bool], kind: type[Speaker] = Counting, **options: Any
+) -> None:
     """Training, evaluation and prediction on these ranks and in this process alone.
 
     Of the last batches, in training and in evaluation, some data ranks have nothing.
     """
     ranks = axes.get("dp_replicate", 1) * axes.get("dp_shard", 1)
     plan = ParallelPlan(tensor="llama", context=ContextPlan(), **flags)
-    one, mine = kind(make_language(**options)), kind(make_language(seed=dist.get_rank(), **options), plan)
+    one, mine = (
+        kind(make_language(**options)),
+        kind(make_language(seed=dist.get_rank(), **options), plan),
+    )
     trainers, logged, predicted = [], [], []
     for module, size, how in (
         (one, 4, {"strategy": "single_device"}),
-        (mine, 4 // ranks, {"strategy": MeshStrategy(**{"dp_shard": 1, **axes}), "devices": dist.get_world_size()}),
+        (
+            mine,
+            4 // ranks,
+            {"strategy": MeshStrategy(**{"dp_shard": 1, **axes}), "devices": dist.get_world_size()},
+        ),
     ):
-        train_data, val_data = (DataLoader(texts(*part), batch_size=size) for part in ((22, 1), (6, 2)))
+        train_data, val_data = (
+            DataLoader(texts(*part), batch_size=size) for part in ((22, 1), (6, 2))
+        )
         trainers.append(train(module, train_data, val_data, **LIMITS, **how))
         logged.append(dict(trainers[-1].callback_metrics))
         outputs = trainers[-1].predict(module, val_data)
@@ -69,7 +80,12 @@ def test_two_tensor_ranks() -> None:
     flags = ("sequence_parallel", "loss_parallel")
     for one, other in product([False, True], repeat=2):
         with case(sequence=one, loss=other):
-            compare({"tp": 2}, dict(zip(flags, (one, other), strict=True)), tied=one == other, normed=one != other)
+            compare(
+                {"tp": 2},
+                dict(zip(flags, (one, other), strict=True)),
+                tied=one == other,
+                normed=one != other,
+            )
     compare({"tp": 2}, {}, Speaker)
     check_optimizers()
     check_dropout()
@@ -101,7 +117,9 @@ def check_optimizers() -> None:
         # On an accelerator torch itself chooses foreach.
         with (
             case(**options),
-            mock.patch("torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]),
+            mock.patch(
+                "torch.optim.optimizer._get_foreach_kernels_supported_devices", return_value=["cpu"]
+            ),
         ):
             assert_alike(fit(ParallelPlan(tensor="llama"), **options), fit(None, **options))
 
@@ -134,7 +152,9 @@ def check_a_forgotten_norm() -> None:
     plan = {f"net.layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
     module = Speaker(net, ParallelPlan(tensor={**plan, "net.layers.*.self_attn.o_proj": "rowwise"}))
     before = net.lm_head.weight.detach().clone()
-    with pytest.raises(StrategyError, match=r"different gradients(.|\n)*q_norm(.|\n)*grad_allreduce"):
+    with pytest.raises(
+        StrategyError, match=r"different gradients(.|\n)*q_norm(.|\n)*grad_allreduce"
+    ):
         train(module, make_texts([4] * 2), strategy="tp", devices=2)
     assert torch.equal(net.lm_head.weight, before)
 
@@ -144,7 +164,13 @@ def check_that_resumes_draw_the_same() -> None:
         torch.manual_seed(3 + steps)  # what is drawn after a resume is the checkpoint's
         module = Speaker(make_language(dropout=0.3), ParallelPlan(tensor="llama"))
         trainer = tk.Trainer(
-            strategy="tp", devices=2, accelerator="cpu", barebones=True, max_epochs=1, max_steps=steps, seed=0
+            strategy="tp",
+            devices=2,
+            accelerator="cpu",
+            barebones=True,
+            max_epochs=1,
+            max_steps=steps,
+            seed=0,
         )
         torch.manual_seed(9)
         trainer.fit(module, make_texts([4] * 6), ckpt_path=path)
@@ -171,9 +197,15 @@ class Heads(nn.Module):
             self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.c_attn(x).split(8, -1) if hasattr(self, "c_attn") else (self.q(x), self.k(x), self.v(x))
+        parts = (
+            self.c_attn(x).split(8, -1)
+            if hasattr(self, "c_attn")
+            else (self.q(x), self.k(x), self.v(x))
+        )
         q, k, v = (part.unflatten(-1, (-1, 2)).transpose(1, 2) for part in parts)
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return self.c_proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )
 
 
 class Deep(nn.Module):
@@ -186,8 +218,14 @@ class Deep(nn.Module):
 
 
 def gpt(fused: bool) -> nn.Module:
-    block = nn.ModuleDict({"ln_1": nn.LayerNorm(8), "attn": Heads(fused), "ln_2": nn.LayerNorm(8), "mlp": Deep()})
-    parts = {"wte": nn.Embedding(16, 8), "h": nn.ModuleList([block]), "lm_head": nn.Linear(8, 16, bias=False)}
+    block = nn.ModuleDict(
+        {"ln_1": nn.LayerNorm(8), "attn": Heads(fused), "ln_2": nn.LayerNorm(8), "mlp": Deep()}
+    )
+    parts = {
+        "wte": nn.Embedding(16, 8),
+        "h": nn.ModuleList([block]),
+        "lm_head": nn.Linear(8, 16, bias=False),
+    }
     return nn.ModuleDict(parts)
 
 
@@ -206,7 +244,14 @@ class Regression(Speaker):
 
 
 def perceptron() -> nn.Module:
-    hidden = [nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8), nn.Linear(8, 4), nn.Tanh()]
+    hidden = [
+        nn.Linear(8, 16),
+        nn.ReLU(),
+        nn.Linear(16, 8),
+        nn.LayerNorm(8),
+        nn.Linear(8, 4),
+        nn.Tanh(),
+    ]
     return nn.Sequential(*hidden, nn.Linear(4, 6), nn.Linear(6, 1))
 
 
@@ -315,7 +360,12 @@ def check_what_is_refused() -> None:
     ):
         strategy = MeshStrategy(**axes, fsdp=options)
         with pytest.raises(StrategyError, match=told):
-            train(Speaker(make_language(), ParallelPlan(tensor="llama")), make_texts([4]), strategy=strategy, devices=2)
+            train(
+                Speaker(make_language(), ParallelPlan(tensor="llama")),
+                make_texts([4]),
+                strategy=strategy,
+                devices=2,
+            )
 
 
 class Overflows(Speaker):
@@ -332,7 +382,9 @@ def check_half_precision() -> None:
     ):
         with case(precision=precision, sequence=sequence):
             one, mine = kind(make_language().float()), kind(make_language().float())
-            mine.plan = ParallelPlan(tensor="llama", sequence_parallel=sequence, loss_parallel=sequence)
+            mine.plan = ParallelPlan(
+                tensor="llama", sequence_parallel=sequence, loss_parallel=sequence
+            )
             train(one, make_texts([4] * 6), precision=precision, strategy="single_device")
             train(mine, make_texts([4] * 6), precision=precision, strategy="tp", devices=2)
             assert_alike(mine, one, 2e-3)
@@ -341,7 +393,11 @@ def check_half_precision() -> None:
 @pytest.mark.world_size(4, timeout=240)
 def test_four_ranks() -> None:
     for axes, flags, options in (
-        ({"dp_shard": 2, "tp": 2}, {"sequence_parallel": True, "loss_parallel": True}, {"tied": True}),
+        (
+            {"dp_shard": 2, "tp": 2},
+            {"sequence_parallel": True, "loss_parallel": True},
+            {"tied": True},
+        ),
         ({"dp_replicate": 2, "tp": 2}, {}, {"normed": True}),
         ({"dp_shard": 2, "cp": 2}, {}, {}),
         ({"dp_replicate": 2, "cp": 2}, {}, {"heads": 1}),
@@ -381,6 +437,13 @@ def check_what_a_mesh_says_of_itself() -> None:
             told.append(self.trainer.strategy.describe())
 
     strategy = MeshStrategy(dp_shard=4, tp=2)
-    train(Told(make_language(), ParallelPlan(tensor="llama")), make_texts([4] * 4), strategy=strategy, devices=8)
+    train(
+        Told(make_language(), ParallelPlan(tensor="llama")),
+        make_texts([4] * 4),
+        strategy=strategy,
+        devices=8,
+    )
     places = "the same batches on ranks 0 1, 2 3, 4 5, 6 7"
-    assert told == [f"mesh dp_shard=4 × tp=2 on cpu; {places}; this rank holds 218 of 1,672 parameters"], told
+    assert told == [
+        f"mesh dp_shard=4 × tp=2 on cpu; {places}; this rank holds 218 of 1,672 parameters"
+    ], told

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainer_kit as tk
-from tests.parity.plain import Classifier, assert_changed, assert_close, case, ddp, doubled, make_batches, train
+from tests.parity.plain import (
+    Classifier,
+    assert_changed,
+    assert_close,
+    case,
+    ddp,
+    doubled,
+    make_batches,
+    train,
+)
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, MeshStrategy
 
@@ -79,7 +88,12 @@ CHANGES: dict[str, dict[int, Change]] = {
     "unfrozen later": {-1: freeze_backbone, 3: train_backbone},
     "all frozen at first": {-1: freeze_all, 0: train_all},
     "frozen later": {2: freeze_backbone},
-    "frozen and unfrozen": {-1: freeze_backbone, 1: train_backbone, 2: freeze_backbone, 4: train_backbone},
+    "frozen and unfrozen": {
+        -1: freeze_backbone,
+        1: train_backbone,
+        2: freeze_backbone,
+        4: train_backbone,
+    },
     "swapped": {-1: freeze_backbone, 1: swap, 2: swap, 3: swap},
     "added": {2: add_layer},
     "added and frozen": {-1: freeze_backbone, 2: add_layer, 3: freeze_head, 4: train_all},
@@ -98,7 +112,9 @@ def batches_of(rank: int | None) -> list[tuple[Tensor, Tensor]]:
     return [(x[rank::2], y[rank::2]) for x, y in both]
 
 
-def change(changes: dict[int, Change], step: int, net: Net, optimizer: torch.optim.Optimizer) -> None:
+def change(
+    changes: dict[int, Change], step: int, net: Net, optimizer: torch.optim.Optimizer
+) -> None:
     if step in changes:
         changes[step](net, optimizer)
 
@@ -149,7 +165,9 @@ def train_accelerated(changes: dict[int, Change], face: str = "accelerator", **o
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("face", ["accelerator", "fabric", "prepared again", "unprepared optimizer"])
+@pytest.mark.parametrize(
+    "face", ["accelerator", "fabric", "prepared again", "unprepared optimizer"]
+)
 def test_a_custom_loop_averages_what_is_trained_now(face: str) -> None:
     for name, changes in CHANGES.items():
         with case(changes=name):
@@ -206,7 +224,10 @@ def test_a_fit_averages_what_is_trained_now(manual: bool) -> None:
         with case(changes=name):
             module = Changing(changes, manual)
             change(changes, -1, module.net, None)
-            ddp(module, [half for both in zip(batches_of(0), batches_of(1), strict=True) for half in both])
+            ddp(
+                module,
+                [half for both in zip(batches_of(0), batches_of(1), strict=True) for half in both],
+            )
             assert_close(module.net, train_plain(changes))
 
 
@@ -252,9 +273,13 @@ def test_parameters_without_a_prepared_module_are_refused() -> None:
     center = nn.Linear(4, 1).double()
     accelerator = tk.Accelerator(cpu=True)
     net = Net()
-    model, optimizer = accelerator.prepare(net, torch.optim.SGD([*net.parameters(), *center.parameters()], 0.1))
+    model, optimizer = accelerator.prepare(
+        net, torch.optim.SGD([*net.parameters(), *center.parameters()], 0.1)
+    )
     accelerator.backward(center(model(batches_of(dist.get_rank())[0][0])).mean())
-    with pytest.raises(StrategyError, match="2 of the 6 parameters of SGD, the first of shape \\[1, 4\\]"):
+    with pytest.raises(
+        StrategyError, match="2 of the 6 parameters of SGD, the first of shape \\[1, 4\\]"
+    ):
         optimizer.step()
 
     class Holding(Classifier):
@@ -267,7 +292,10 @@ def test_parameters_without_a_prepared_module_are_refused() -> None:
 
 def whole_state(strategy: Any, net: nn.Module) -> dict[str, Tensor]:
     state = strategy.module_state(net)
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }
 
 
 @pytest.mark.slow
@@ -280,7 +308,9 @@ def test_sharded_models_train_what_is_trained_now() -> None:
                     with pytest.raises(StrategyError, match="each rank would train its own"):
                         train_sharded(strategy(), changes)
                 else:
-                    torch.testing.assert_close(train_sharded(strategy(), changes), train_plain(changes).state_dict())
+                    torch.testing.assert_close(
+                        train_sharded(strategy(), changes), train_plain(changes).state_dict()
+                    )
 
 
 def train_sharded(strategy: Any, changes: dict[int, Change]) -> dict[str, Tensor]:
@@ -302,7 +332,9 @@ def hybrid() -> FSDPStrategy:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 @pytest.mark.world_size(2)
 def test_deepspeed_refuses_what_it_would_not_train() -> None:
     refused = {
@@ -316,11 +348,18 @@ def test_deepspeed_refuses_what_it_would_not_train() -> None:
         with case(changes=name), pytest.raises(StrategyError, match=text):
             train_with_deepspeed(CHANGES[name], 2)
     train_with_deepspeed({-1: freeze_backbone}, 2)
-    train_with_deepspeed(CHANGES["unfrozen later"], 0)  # without ZeRO the optimizer steps the parameters themselves
+    train_with_deepspeed(
+        CHANGES["unfrozen later"], 0
+    )  # without ZeRO the optimizer steps the parameters themselves
     module = Changing(CHANGES["unfrozen before the first step"], False)
     module.net.float().backbone.requires_grad_(False)
     with pytest.raises(StrategyError, match=r"net\.backbone\.weight at stage 3"):
-        train(module, [(x.float(), y) for x, y in batches_of(None)], devices=2, strategy=DeepSpeedStrategy(stage=3))
+        train(
+            module,
+            [(x.float(), y) for x, y in batches_of(None)],
+            devices=2,
+            strategy=DeepSpeedStrategy(stage=3),
+        )
 
 
 def train_with_deepspeed(changes: dict[int, Change], stage: int) -> None:

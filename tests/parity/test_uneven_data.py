@@ -106,7 +106,13 @@ def check(make: Callable[[], Any], count: int, **options: Any) -> None:
     trainer = tk.Trainer(accelerator="cpu", strategy="ddp", barebones=True, max_epochs=2, **options)
     trainer.fit(module, make(), make())
     everyone: list[Any] = [None] * dist.get_world_size()
-    mine = (module.trained, module.validated, trainer.global_step, trainer.current_epoch, module.net.weight.item())
+    mine = (
+        module.trained,
+        module.validated,
+        trainer.global_step,
+        trainer.current_epoch,
+        module.net.weight.item(),
+    )
     dist.all_gather_object(everyone, mine)
     for epoch in range(2):
         seen = sorted(sample for trained, *_ in everyone for sample in trained.get(epoch, ()))
@@ -175,11 +181,15 @@ def test_each_rank_brings_its_own_stream(counts: list[int], kind: Any) -> None:
 @pytest.mark.parametrize("mode", ["min_size", "max_size", "max_size_cycle", "sequential"])
 def test_several_loaders_of_uneven_length(mode: Any) -> None:
     def loader() -> Any:
-        return tk.CombinedLoader([batches(Claims(5, 40)), batches(torch.arange(11).unsqueeze(1).float())], mode)
+        return tk.CombinedLoader(
+            [batches(Claims(5, 40)), batches(torch.arange(11).unsqueeze(1).float())], mode
+        )
 
     class Together(Sees):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
-            parts = [part for part in batch if part is not None] if isinstance(batch, list) else batch
+            parts = (
+                [part for part in batch if part is not None] if isinstance(batch, list) else batch
+            )
             return super().training_step(parts, batch_idx)
 
     module = Together()

@@ -35,7 +35,9 @@ class Evaluated(_Adaptive):
         self.log("val", self.training_step(batch, batch_idx))
 
     def val_dataloader(self) -> Any:
-        return torch.utils.data.DataLoader(_samples(24), batch_size=12 // self.trainer.strategy.data.size)
+        return torch.utils.data.DataLoader(
+            _samples(24), batch_size=12 // self.trainer.strategy.data.size
+        )
 
 
 class Counts(Evaluated):
@@ -69,8 +71,16 @@ def local(tensor: Any) -> Any:
 
 def averaged(strategy: Any, make: Any, devices: int, steps: int, **options: Any) -> Any:
     ema = EMAWeightAveraging(decay=0.7, update_every_n_steps=2, update_starting_at_epoch=0)
-    settings = {"max_steps": steps, "max_epochs": 1, "global_batch_size": 12, "callbacks": ema, "val_check_interval": 2}
-    trainer, found = fit(strategy, make, 72, 12, devices, num_sanity_val_steps=0, **settings, **options)
+    settings = {
+        "max_steps": steps,
+        "max_epochs": 1,
+        "global_batch_size": 12,
+        "callbacks": ema,
+        "val_check_interval": 2,
+    }
+    trainer, found = fit(
+        strategy, make, 72, 12, devices, num_sanity_val_steps=0, **settings, **options
+    )
     assert ema._averages is not None
     live = dict(ema._averages.own_weights())
     return trainer, found, live, ema
@@ -86,7 +96,9 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
     for name, strategy in STRATEGIES.items():
         with case(writer=name):
             if name != "one" or rank == 0:
-                averaged(strategy(), Evaluated, 1 if name == "one" else 2, 3, save=str(directory / name))
+                averaged(
+                    strategy(), Evaluated, 1 if name == "one" else 2, 3, save=str(directory / name)
+                )
         dist.barrier()
     assert read_manifest(directory / "fsdp")["shards"] == 2
     names = list(STRATEGIES)
@@ -94,15 +106,21 @@ def test_as_in_one_process_and_from_any_into_any_other() -> None:
         writer = names[number - 1]
         with case(reader=name, writer=writer):
             path = str(directory / writer)
-            trainer, found, mine, ema = averaged(strategy(), Evaluated, 1 if name == "one" else 2, 6, ckpt_path=path)
+            trainer, found, mine, ema = averaged(
+                strategy(), Evaluated, 1 if name == "one" else 2, 6, ckpt_path=path
+            )
             assert_same(found, expected, 1e-9)
             assert float(trainer.callback_metrics["val"]) == pytest.approx(loss, rel=1e-7)
             assert_same(whole(mine), {key: live[key] for key in mine}, 1e-9)
             kept, weights = ema._averages._kept, ema._averages._live
             for key, average in kept.items():
-                assert getattr(average, "placements", None) == getattr(weights[key], "placements", None)
+                assert getattr(average, "placements", None) == getattr(
+                    weights[key], "placements", None
+                )
             if name == "fsdp":
-                here, everywhere = (sum(v.numel() for v in of) for of in (map(local, kept.values()), live.values()))
+                here, everywhere = (
+                    sum(v.numel() for v in of) for of in (map(local, kept.values()), live.values())
+                )
                 assert here < 0.6 * everywhere
 
 
@@ -133,7 +151,9 @@ def check_what_a_step_leaves_gathered() -> None:
     values = []
     for name, devices in (("auto", 1), ("fsdp", 2)):
         options: dict[str, Any] = {"max_epochs": 1, "callbacks": EMAWeightAveraging(decay=0.5)}
-        trainer, _ = fit(name, LooksAgain, 24, 6 // devices, devices, num_sanity_val_steps=0, **options)
+        trainer, _ = fit(
+            name, LooksAgain, 24, 6 // devices, devices, num_sanity_val_steps=0, **options
+        )
         values.append(float(trainer.callback_metrics["val"]))
     assert values[0] == pytest.approx(values[1], rel=1e-9)
 
@@ -144,13 +164,19 @@ class LooksAt(tk.Callback):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         averages = self.ema._averages
-        self.kept = {name: value.clone() for name, value in averages._kept.items()} if averages else {}
+        self.kept = (
+            {name: value.clone() for name, value in averages._kept.items()} if averages else {}
+        )
 
 
 def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
     """A checkpoint has their average once, and a stage may know it by another name; their weights are it, rounded."""
     path, kept = str(directory / f"tied-{dist.get_rank()}"), []
-    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    quiet: dict[str, Any] = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "logger": False,
+    }
     for strategy, devices, more in (("auto", 1, {}), (stages(), 2, {"ckpt_path": path})):
         ema = EMAWeightAveraging(decay=0.999)
         looks = LooksAt(ema)
@@ -164,7 +190,9 @@ def check_tied_weights_of_sixteen_bits(directory: Path) -> None:
             assert ema._averages is not None
             kept.append(dict(ema._averages._kept))
         kept.append(looks.kept)
-    named = {name.replace("head.weight", "embedding.weight"): value for name, value in kept[-1].items()}
+    named = {
+        name.replace("head.weight", "embedding.weight"): value for name, value in kept[-1].items()
+    }
     assert 0 < len(named) < len(kept[0])
     assert_same(named, {name: kept[0][name] for name in named}, 0.0)
     tied = kept[0]["net.embedding.weight"]
@@ -183,9 +211,13 @@ def check_own_buffers(directory: Path) -> None:
                 return into[-1]
 
             _, whole_run, live, _ = averaged(made(), make, 2, 6)
-            assert seen[0].shown == pytest.approx([1.0] * 2 + [0.7 + 0.3 * 3] * 2 + [0.7 * 1.6 + 0.3 * 5] * 2)
+            assert seen[0].shown == pytest.approx(
+                [1.0] * 2 + [0.7 + 0.3 * 3] * 2 + [0.7 * 1.6 + 0.3 * 5] * 2
+            )
             averaged(made(), make, 2, 3, save=str(directory / f"own-{name}"))
-            _, again, mine, _ = averaged(made(), make, 2, 6, ckpt_path=str(directory / f"own-{name}"))
+            _, again, mine, _ = averaged(
+                made(), make, 2, 6, ckpt_path=str(directory / f"own-{name}")
+            )
             if dist.get_rank() > 0:
                 del again["seen"], whole_run["seen"]  # its average is nobody's
             assert_same(again, whole_run, 0.0)
@@ -194,6 +226,9 @@ def check_own_buffers(directory: Path) -> None:
 
 
 def check_refused() -> None:
-    for strategy, says in ((DDPStrategy(local_sgd=PostLocalSGD(2)), "local SGD"), ("deepspeed", "flat copies")):
+    for strategy, says in (
+        (DDPStrategy(local_sgd=PostLocalSGD(2)), "local SGD"),
+        ("deepspeed", "flat copies"),
+    ):
         with pytest.raises(ConfigurationError, match=says):
             averaged(strategy, Evaluated, 2, 1, precision="32-true")

@@ -16,10 +16,23 @@ PEAK = H200.flops("bf16-mixed")
 RIGHT = Assumptions(efficiency=1.0, bandwidth=1.0, latency=0.0)
 
 
-def needs(strategy="fsdp", world=8, micro_batch=4, accumulate=2, flops=10**15, traffic=(), memory=None, host=0):
+def needs(
+    strategy="fsdp",
+    world=8,
+    micro_batch=4,
+    accumulate=2,
+    flops=10**15,
+    traffic=(),
+    memory=None,
+    host=0,
+):
     return Measured(
         candidate=Candidate(
-            strategy=strategy, precision="bf16-mixed", world=world, micro_batch=micro_batch, accumulate=accumulate
+            strategy=strategy,
+            precision="bf16-mixed",
+            world=world,
+            micro_batch=micro_batch,
+            accumulate=accumulate,
         ),
         memory=(memory or {"parameters": 0},),
         host=host,
@@ -43,8 +56,12 @@ def test_each_part_is_what_the_data_sheet_promises():
     assert seconds(flops=0, traffic=traffic("all_gather", 450 * 10**9)) == pytest.approx(7 / 8)
     assert seconds(flops=0, traffic=traffic("reduce_scatter", 450 * 10**9)) == pytest.approx(7 / 8)
     assert seconds(flops=0, traffic=traffic("all_reduce", 450 * 10**9)) == pytest.approx(14 / 8)
-    assert seconds(flops=0, traffic=traffic("send", 450 * 10**9, axis="pipeline")) == pytest.approx(1)
-    assert seconds(flops=0, traffic=traffic("all_reduce", 50 * 10**9), world=16) == pytest.approx(30 / 16), "a network"
+    assert seconds(flops=0, traffic=traffic("send", 450 * 10**9, axis="pipeline")) == pytest.approx(
+        1
+    )
+    assert seconds(flops=0, traffic=traffic("all_reduce", 50 * 10**9), world=16) == pytest.approx(
+        30 / 16
+    ), "a network"
     state = {"parameters": 480 * 10**9, "gradients": 480 * 10**9, "optimizer": 960 * 10**9}
     assert seconds(flops=0, memory=state) == pytest.approx(0.1 * (1 + 1 + 2 + 1 + 2))
     assert seconds(flops=0, host=64 * 10**9) == pytest.approx(2), "to the host and back"
@@ -59,9 +76,9 @@ def test_hybrid_sharding_gathers_inside_a_machine_and_reduces_between_machines()
 def test_data_collectives_hide_behind_products_and_others_do_not():
     size = 45 * 10**9
     assert seconds(traffic=traffic("all_gather", size)) == seconds()
-    assert seconds(traffic=traffic("all_reduce", size, axis="tensor"), strategy="tp2") == pytest.approx(
-        1e15 / PEAK + 0.1
-    )
+    assert seconds(
+        traffic=traffic("all_reduce", size, axis="tensor"), strategy="tp2"
+    ) == pytest.approx(1e15 / PEAK + 0.1)
     assert seconds(flops=10, traffic=traffic("all_gather", size)) == pytest.approx(0.1 * 7 / 8)
 
 
@@ -83,26 +100,37 @@ def test_more_work_and_smaller_shares_are_never_faster():
         assert now >= before
         before = now
     for field in ("efficiency", "bandwidth"):
-        times = [seconds(replace(Assumptions(), **{field: share}), **all_of_it) for share in (1.0, 0.7, 0.4, 0.1)]
+        times = [
+            seconds(replace(Assumptions(), **{field: share}), **all_of_it)
+            for share in (1.0, 0.7, 0.4, 0.1)
+        ]
         assert times == sorted(times)
     slow = replace(H200, link=100.0, bandwidth=1000.0, network=10.0)
     assert seconds(Assumptions(), device=slow, **all_of_it) > seconds(Assumptions(), **all_of_it)
-    assert seconds(replace(Assumptions(), latency=1e-3), **all_of_it) > seconds(Assumptions(), **all_of_it)
+    assert seconds(replace(Assumptions(), latency=1e-3), **all_of_it) > seconds(
+        Assumptions(), **all_of_it
+    )
 
 
 def test_speed_mfu_and_cost():
-    found = estimate_step(needs(), H200, replace(RIGHT, price=2.0, tokens=100), peak=PEAK, model_flops=0.75e15)
+    found = estimate_step(
+        needs(), H200, replace(RIGHT, price=2.0, tokens=100), peak=PEAK, model_flops=0.75e15
+    )
     assert found.mfu == pytest.approx(0.75), "recomputed activations are no useful work"
     assert found.samples_per_second == pytest.approx(8 * 4 * 2 / found.seconds)
     assert found.tokens_per_second == pytest.approx(100 * found.samples_per_second)
     assert found.cost == pytest.approx(2.0 * 8 / 3600 / found.tokens_per_second * 1e6)
     by_sample = estimate_step(needs(strategy="tp4"), H200, replace(RIGHT, price=2.0), peak=PEAK)
-    assert by_sample.samples_per_second == pytest.approx(2 * 4 * 2 / by_sample.seconds), "4 ranks share their samples"
+    assert by_sample.samples_per_second == pytest.approx(2 * 4 * 2 / by_sample.seconds), (
+        "4 ranks share their samples"
+    )
     assert by_sample.cost == pytest.approx(2.0 * 8 / 3600 / by_sample.samples_per_second * 1e6)
     assert estimate_step(needs(), H200, RIGHT, peak=PEAK).cost is None
 
 
-@pytest.mark.parametrize("wrong", [{"efficiency": 0.0}, {"bandwidth": 1.5}, {"price": -1.0}, {"latency": -1.0}])
+@pytest.mark.parametrize(
+    "wrong", [{"efficiency": 0.0}, {"bandwidth": 1.5}, {"price": -1.0}, {"latency": -1.0}]
+)
 def test_impossible_assumptions_are_refused(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         Assumptions(**wrong)

@@ -21,7 +21,9 @@ CALLS = {
     "in place": lambda x: aten.mul_.Tensor(x, 2),
     "a view": lambda x: aten.view.default(x, [8, 3]),
     "a view of a part": lambda x: aten.slice.Tensor(aten.t.default(x), 0, 1, 3),
-    "a transposed copy": lambda x: aten.clone.default(aten.t.default(x), memory_format=torch.preserve_format),
+    "a transposed copy": lambda x: aten.clone.default(
+        aten.t.default(x), memory_format=torch.preserve_format
+    ),
     "several results": lambda x: aten.native_layer_norm.default(x, [6], None, None, 1e-5),
     "a result that is None": lambda x: aten.native_layer_norm_backward.default(
         x, x, [6], x.new_ones(4, 1), x.new_ones(4, 1), None, None, [True, False, False]
@@ -45,8 +47,20 @@ def facts(value, source):
         return value
     where = value.untyped_storage()
     return (
-        *(type(value), value.shape, value.stride(), value.storage_offset(), value.dtype, value.device),
-        *(value.requires_grad, value.is_conj(), where.nbytes(), where._cdata == source.untyped_storage()._cdata),
+        *(
+            type(value),
+            value.shape,
+            value.stride(),
+            value.storage_offset(),
+            value.dtype,
+            value.device,
+        ),
+        *(
+            value.requires_grad,
+            value.is_conj(),
+            where.nbytes(),
+            where._cdata == source.untyped_storage()._cdata,
+        ),
         *(value is source, {key: one for key, one in vars(value).items() if key != "fake_mode"}),
     )
 
@@ -88,7 +102,9 @@ def test_a_repeated_result_is_not_computed(monkeypatch):
         for _ in range(3):
             torch.mm(x, y).mul_(2).t()
         torch.mm(x.to(torch.float64), y.to(torch.float64))
-    assert [computed.count(func) for func in (aten.mm.default, aten.mul_.Tensor, aten.t.default)] == [2, 1, 1]
+    assert [
+        computed.count(func) for func in (aten.mm.default, aten.mul_.Tensor, aten.t.default)
+    ] == [2, 1, 1]
 
 
 def test_real_tensors_stay_real_inside_a_tracker():
@@ -107,7 +123,13 @@ def test_real_tensors_stay_real_inside_a_tracker():
 @pytest.mark.parametrize("name", ["gpt", "resnet", "recommender"])
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_a_step_measures_as_under_the_mode_of_torch(name, precision, recomputes, monkeypatch):
-    tried = Candidate(strategy="fsdp", world=4, micro_batch=2, precision=precision, activation_checkpointing=recomputes)
+    tried = Candidate(
+        strategy="fsdp",
+        world=4,
+        micro_batch=2,
+        precision=precision,
+        activation_checkpointing=recomputes,
+    )
     found = [measure(*made(name, 2), tried, accelerator="cpu") for _ in range(3)]
     monkeypatch.setattr(FastFakeMode, "_key", lambda *_: None)
     expected = measure(*made(name, 2), tried, accelerator="cpu")

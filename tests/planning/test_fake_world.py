@@ -52,7 +52,9 @@ def test_equal_entries_of_a_list_are_prepared_once(monkeypatch):
                     for shape, layout in zip(shapes, layouts, strict=True)
                 ]
                 made = torch._foreach_add(tensors, tensors, alpha=0.5)
-                torch._foreach_addcdiv_(made, tensors, tensors, [float(number) for number in range(40)])
+                torch._foreach_addcdiv_(
+                    made, tensors, tensors, [float(number) for number in range(40)]
+                )
                 norms = torch._foreach_norm(tensors)
             return [(one.shape, one.placements, one.to_local().shape) for one in (*made, *norms)]
 
@@ -96,5 +98,7 @@ def test_an_exchange_of_a_pipeline_holds_its_tensors():
 def test_ranks_forked_after_a_plan_save_their_own_parts():
     trainer = tk.Trainer(strategy="fsdp", accelerator="cpu", devices=2, logger=False, seed=1)
     trainer.plan(verified.Classifier(), verified.loader(), world=2, strategies=["fsdp"])
-    found = trainer.verify(verified.Classifier(), verified.loader(), steps=2)  # it saves and resumes
+    found = trainer.verify(
+        verified.Classifier(), verified.loader(), steps=2
+    )  # it saves and resumes
     assert found.ok, str(found)

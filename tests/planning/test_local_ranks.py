@@ -22,7 +22,12 @@ from trainer_kit.planning.local_ranks import run_local
 
 
 def state():
-    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist(), dict(os.environ)
+    return (
+        torch.get_rng_state().tolist(),
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        dict(os.environ),
+    )
 
 
 def test_each_rank_has_random_numbers_and_variables_of_its_own():
@@ -36,13 +41,21 @@ def test_each_rank_has_random_numbers_and_variables_of_its_own():
         for _ in range(3):
             draws[rank] = torch.rand(1).item(), random.random(), np.random.rand()
             dist.barrier()
-        assert (os.environ["MINE"], order_seed(), Environment.detect().rank) == (str(rank), rank, rank)
+        assert (os.environ["MINE"], order_seed(), Environment.detect().rank) == (
+            str(rank),
+            rank,
+            rank,
+        )
         assert torch.get_default_dtype() == (torch.float64 if rank else torch.float32)
 
     before, seed = state(), order_seed()
     run_local(rank, 2)
     assert state() == before
-    assert (order_seed(), torch.get_default_dtype(), dist.is_initialized()) == (seed, torch.float32, False)
+    assert (order_seed(), torch.get_default_dtype(), dist.is_initialized()) == (
+        seed,
+        torch.float32,
+        False,
+    )
     for one in range(2):
         seed_everything(one)
         torch.set_default_dtype(torch.float64 if one else torch.float32)
@@ -136,7 +149,9 @@ def test_an_exit_of_a_rank_is_an_error_unless_its_code_is_zero():
     ("call", "found"),
     [
         (
-            lambda rank: dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0),
+            lambda rank: (
+                dist.all_reduce(torch.ones(3)) if rank else dist.broadcast(torch.ones(3), 0)
+            ),
             r"rank 0: broadcast\(float32\[3\]\); rank 1: allreduce\(float32\[3\]\)",
         ),
         (
@@ -144,7 +159,10 @@ def test_an_exit_of_a_rank_is_an_error_unless_its_code_is_zero():
             r"rank 0: allreduce\(float32\[3\]\); rank 1: allreduce\(float32\[4\]\)",
         ),
         (lambda rank: rank or dist.barrier(), "rank 0 waits in barrier; rank 1 has ended"),
-        (lambda rank: rank or dist.recv(torch.ones(1), 1), "rank 0 waits in recv from rank 1 to rank 0; rank 1 has"),
+        (
+            lambda rank: rank or dist.recv(torch.ones(1), 1),
+            "rank 0 waits in recv from rank 1 to rank 0; rank 1 has",
+        ),
     ],
     ids=["other", "shape", "ended", "not sent"],
 )
@@ -170,7 +188,10 @@ def test_a_thread_of_a_rank_has_no_world():
         thread.join()
 
     run_local(rank, 2)
-    assert [error.splitlines()[1].strip() for error in errors] == ["found: helper-0", "found: helper-1"]
+    assert [error.splitlines()[1].strip() for error in errors] == [
+        "found: helper-0",
+        "found: helper-1",
+    ]
 
 
 def test_a_rank_starts_no_ranks():

@@ -14,7 +14,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers import BatchEncoding
 
 import trainer_kit as tk
-from tests.planning.workloads import GPT, LanguageModel, Measured, compared, made, sent, stop_counting
+from tests.planning.workloads import (
+    GPT,
+    LanguageModel,
+    Measured,
+    compared,
+    made,
+    sent,
+    stop_counting,
+)
 from trainer_kit.core.errors import ConfigurationError, StrategyError, TrainerKitError
 from trainer_kit.planning.measure import AUTOCAST_COPIES, measure
 from trainer_kit.planning.records import CATEGORIES, Candidate
@@ -30,7 +38,9 @@ def _counted():
 
 
 def candidate(strategy="single_device", world=1, samples=8, precision="32-true", **options):
-    return Candidate(strategy=strategy, precision=precision, world=world, micro_batch=samples, **options)
+    return Candidate(
+        strategy=strategy, precision=precision, world=world, micro_batch=samples, **options
+    )
 
 
 def on_cpu(module, batch, tried, **options):
@@ -80,7 +90,10 @@ _MATRIX = [
     *[("single_device", 1, name) for name in ("cnn", "mixer", "recommender", "resnet", "vit")],
     *[("ddp", 2, name) for name in _MODELS if name != "gpt"],
     *[("fsdp", world, name) for world in (2, 4) for name in _MODELS],
-    *[("tp2", 2, name) for name in ("encoder", "gpt", "llama", "mixer", "mlp", "recommender", "vit")],
+    *[
+        ("tp2", 2, name)
+        for name in ("encoder", "gpt", "llama", "mixer", "mlp", "recommender", "vit")
+    ],
     *[("tp2", 4, name) for name in ("encoder", "gpt")],
     *[("pp2", 2, name) for name in ("encoder", "gpt", "llama", "mixer", "resnet", "vit")],
     *[("pp2", 4, name) for name in ("gpt", "llama")],
@@ -94,21 +107,35 @@ def test_every_pair(strategy, world, name, again):
     stages = strategy == "pp2"
     samples = 512 if name == "recommender" else 4 if stages else 8
     accumulate = 4 if stages else 1
-    close(name, candidate(strategy, world, samples=samples, accumulate=accumulate, activation_checkpointing=again))
+    close(
+        name,
+        candidate(
+            strategy, world, samples=samples, accumulate=accumulate, activation_checkpointing=again
+        ),
+    )
 
 
 @pytest.mark.long
 def test_bfloat16():
-    close("gpt", candidate(samples=2, precision="bf16-mixed"), within=0.01)  # two samples: see the next test
+    close(
+        "gpt", candidate(samples=2, precision="bf16-mixed"), within=0.01
+    )  # two samples: see the next test
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("tp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 2), ("tp2", 2)]
+)
 def test_bfloat16_of_every_strategy(strategy, world, precision):
     """Two samples: a CPU without AVX-512 takes twenty times as long for products in bfloat16 as in float32."""
     for again in (False, True):
-        close("gpt", candidate(strategy, world, samples=2, precision=precision, activation_checkpointing=again))
+        close(
+            "gpt",
+            candidate(
+                strategy, world, samples=2, precision=precision, activation_checkpointing=again
+            ),
+        )
     close("mlp", candidate(strategy, world, samples=2, precision=precision))
 
 
@@ -134,7 +161,9 @@ def test_autocast_copies_all_weights_under_fsdp():
     assert abs(along_an_axis / copied - 1) < 0.01
 
 
-@pytest.mark.parametrize(("strategy", "world", "copies"), [("tp2", 2, False), ("tp2", 4, True), ("ddp", 2, False)])
+@pytest.mark.parametrize(
+    ("strategy", "world", "copies"), [("tp2", 2, False), ("tp2", 4, True), ("ddp", 2, False)]
+)
 def test_copies_are_noted_where_a_mesh_shards_too(strategy, world, copies):
     module, batch = made("gpt", 2)
     for precision in ("32-true", "bf16-mixed"):
@@ -169,9 +198,17 @@ def test_positions_that_a_batch_brings_may_pack_sequences():
     module, tokens = made("llama", 2)
     tried = candidate()
     alone = on_cpu(module, {"input_ids": tokens}, tried)
-    packed = on_cpu(module, {"input_ids": tokens, "position_ids": torch.arange(128).repeat(2, 1)}, tried)
-    repeated = 4 * 2 * 4 * (8 * 4 * 128 * 32)  # float32, keys and values of 4 layers, whose 4 heads become 8
-    assert repeated < packed.memory[0]["activations"] - alone.memory[0]["activations"] < 1.05 * 2 * repeated
+    packed = on_cpu(
+        module, {"input_ids": tokens, "position_ids": torch.arange(128).repeat(2, 1)}, tried
+    )
+    repeated = (
+        4 * 2 * 4 * (8 * 4 * 128 * 32)
+    )  # float32, keys and values of 4 layers, whose 4 heads become 8
+    assert (
+        repeated
+        < packed.memory[0]["activations"] - alone.memory[0]["activations"]
+        < 1.05 * 2 * repeated
+    )
     assert not any("transformers" in note for note in alone.notes)
     assert any("position_ids" in note for note in packed.notes)
 
@@ -191,7 +228,9 @@ def test_categories_add_up():
 
 def test_a_larger_batch_needs_more_activations():
     module, batch = made("encoder", 2)
-    small, large = (on_cpu(module, batch, candidate(samples=samples)).memory[0] for samples in (4, 8))
+    small, large = (
+        on_cpu(module, batch, candidate(samples=samples)).memory[0] for samples in (4, 8)
+    )
     assert small["parameters"] == large["parameters"]
     assert 1.9 < large["activations"] / small["activations"] < 2.1
 
@@ -208,7 +247,9 @@ class Movable:
         return self
 
 
-@pytest.mark.parametrize("wrap", [BatchEncoding, lambda batch: Sentences(batch["tokens"]), lambda batch: [batch]])
+@pytest.mark.parametrize(
+    "wrap", [BatchEncoding, lambda batch: Sentences(batch["tokens"]), lambda batch: [batch]]
+)
 def test_batches_of_every_kind_get_the_size_of_the_candidate(wrap):
     """A batch of transformers has a ``to`` of its own; it kept its size, and every plan was of that."""
 
@@ -226,7 +267,9 @@ def test_batches_of_every_kind_get_the_size_of_the_candidate(wrap):
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    plain = on_cpu(Reader(), {"tokens": torch.zeros(8, 24, dtype=torch.long)}, candidate(samples=32))
+    plain = on_cpu(
+        Reader(), {"tokens": torch.zeros(8, 24, dtype=torch.long)}, candidate(samples=32)
+    )
     given = wrap({"tokens": torch.zeros(2, 24, dtype=torch.long)})
     found = on_cpu(Reader(), given, candidate(samples=32))
     assert found.exact, found.notes
@@ -242,7 +285,9 @@ def test_a_batch_that_shows_no_tensors_is_not_measured():
 
 def test_recomputed_activations_need_less():
     module, batch = made("encoder", 2)
-    kept, again = (on_cpu(module, batch, candidate(activation_checkpointing=flag)) for flag in (False, True))
+    kept, again = (
+        on_cpu(module, batch, candidate(activation_checkpointing=flag)) for flag in (False, True)
+    )
     assert again.peak < kept.peak
     assert again.flops > kept.flops
 
@@ -250,7 +295,8 @@ def test_recomputed_activations_need_less():
 def test_precision_words():
     module, batch = made("mlp", 2)
     full, mixed, half = (
-        on_cpu(module, batch, candidate(precision=word)).memory[0] for word in ("32-true", "bf16-mixed", "bf16-true")
+        on_cpu(module, batch, candidate(precision=word)).memory[0]
+        for word in ("32-true", "bf16-mixed", "bf16-true")
     )
     assert full["parameters"] == mixed["parameters"] == 2 * half["parameters"]
     assert mixed["gradients"] == 2 * half["gradients"]
@@ -269,7 +315,9 @@ def test_optimizers():
     size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
 
     def state(optimizer, **options):
-        return on_cpu(Chosen(optimizer, **options), torch.zeros(2, 32), candidate()).memory[0]["optimizer"]
+        return on_cpu(Chosen(optimizer, **options), torch.zeros(2, 32), candidate()).memory[0][
+            "optimizer"
+        ]
 
     assert state(torch.optim.SGD) == 0
     assert state(torch.optim.SGD, momentum=0.9) == size
@@ -279,7 +327,9 @@ def test_optimizers():
 
 def test_all_tensors_are_stepped_together_on_an_accelerator():
     module, batch = made("mlp", 2)
-    together, apart = (measure(module, batch, candidate(samples=1), accelerator=word) for word in ("cuda", "cpu"))
+    together, apart = (
+        measure(module, batch, candidate(samples=1), accelerator=word) for word in ("cuda", "cpu")
+    )
     assert together.peak > apart.peak + 0.7 * apart.memory[0]["parameters"]
     assert any("cuda" in note for note in together.notes)
 
@@ -308,7 +358,9 @@ def test_two_optimizers():
 
 def test_offload_holds_state_in_host_memory():
     module, batch = made("mlp", 2)
-    kept, away = (measure(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True))
+    kept, away = (
+        measure(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True)
+    )
     assert kept.host == 0
     assert away.memory[0]["optimizer"] == away.memory[0]["parameters"] == 0
     assert away.host >= kept.memory[0]["optimizer"] + kept.memory[0]["parameters"]
@@ -318,7 +370,9 @@ def test_offload_holds_state_in_host_memory():
 def test_offload_saves_nothing_on_a_cpu():
     """A plan for a CPU took the memory of the host for another one, in which more would fit."""
     module, batch = made("mlp", 2)
-    kept, away = (on_cpu(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True))
+    kept, away = (
+        on_cpu(module, batch, candidate("fsdp", 4, offload=flag)) for flag in (False, True)
+    )
     assert away.memory == kept.memory
     assert away.host == 0
     assert any("saves nothing" in note for note in away.notes)
@@ -349,8 +403,12 @@ def test_four_billion_parameters_on_256_ranks():
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     tried = candidate("fsdp", 256, samples=1, precision="bf16-mixed", activation_checkpointing=True)
     found = on_cpu(module, torch.zeros(2, 1024, dtype=torch.long), tried)
-    assert time.process_time() - began < 60  # seconds of the processor, with which a busy machine does not interfere
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB; the weights are 17 GB
+    assert (
+        time.process_time() - began < 60
+    )  # seconds of the processor, with which a busy machine does not interfere
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000
+    )  # kB; the weights are 17 GB
     assert found.exact
     assert abs(found.memory[0]["parameters"] / (4 * count / 256) - 1) < 0.01
     gathered = next(one for one in found.traffic if one.kind == "all_gather")
@@ -417,7 +475,9 @@ def test_stages_of_a_pipeline():
     whole = on_cpu(module, batch, candidate(samples=4, accumulate=4))
     head = 4 * 1024 * 256  # the tied weight, which both stages hold
     assert first["parameters"] + last["parameters"] == whole.memory[0]["parameters"] + head
-    sent = 4 * 4 * 128 * 256 * 4  # activations of four micro-batches, and once the gradient of the tied weight
+    sent = (
+        4 * 4 * 128 * 256 * 4
+    )  # activations of four micro-batches, and once the gradient of the tied weight
     assert traffic(found) == {("send", "pipeline"): (5, sent + head)}
     assert whole.flops // 3 < found.flops < whole.flops
 
@@ -425,7 +485,9 @@ def test_stages_of_a_pipeline():
 def test_buffers_are_broadcast():
     module, batch = made("cnn", 2)
     found = traffic(on_cpu(module, batch, candidate("ddp", 2)))
-    assert found[("broadcast", "data")][1] == sum(b.numel() * b.element_size() for b in module.buffers())
+    assert found[("broadcast", "data")][1] == sum(
+        b.numel() * b.element_size() for b in module.buffers()
+    )
 
 
 # -- floating-point operations ---------------------------------------------------------------------------------------
@@ -433,15 +495,22 @@ def test_buffers_are_broadcast():
 
 class OneLinear(Measured):
     def __init__(self):
-        super().__init__(nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 32, bias=False)))
+        super().__init__(
+            nn.Sequential(nn.Linear(64, 128, bias=False), nn.Linear(128, 32, bias=False))
+        )
 
 
 def test_operations_of_linear_layers():
     found = on_cpu(OneLinear(), torch.zeros(2, 64), candidate(samples=10))
     forward = 2 * 10 * (64 * 128 + 128 * 32)
-    backward = forward + 2 * 10 * 128 * 32  # gradients of weights, and of the input of the second layer
+    backward = (
+        forward + 2 * 10 * 128 * 32
+    )  # gradients of weights, and of the input of the second layer
     assert found.flops == forward + backward
-    assert on_cpu(OneLinear(), torch.zeros(2, 64), candidate(samples=10, accumulate=3)).flops == 3 * found.flops
+    assert (
+        on_cpu(OneLinear(), torch.zeros(2, 64), candidate(samples=10, accumulate=3)).flops
+        == 3 * found.flops
+    )
 
 
 def test_operations_of_attention_are_divided_by_tensor_parallel():
@@ -489,13 +558,17 @@ def test_the_line_that_reads_a_value_is_named():
 
 
 def test_engines_without_a_fake_path_are_calculated():
-    found = on_cpu(TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed"))
+    found = on_cpu(
+        TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed")
+    )
     size = 4 * sum(parameter.numel() for parameter in TinyModule().parameters())
     assert not found.exact
     assert 0 < found.memory[0]["parameters"] <= size
     assert "deepspeed" in found.notes[0]
     away = on_cpu(
-        TinyModule(), torch.zeros(2, 32), candidate("deepspeed_stage_2", 4, precision="bf16-mixed", offload=True)
+        TinyModule(),
+        torch.zeros(2, 32),
+        candidate("deepspeed_stage_2", 4, precision="bf16-mixed", offload=True),
     )
     assert away.host > 0
     assert away.memory[0]["optimizer"] == 0
@@ -517,13 +590,17 @@ def test_candidates_that_cannot_be_built(tried, says):
 
 def test_no_block_to_recompute():
     with pytest.raises(ConfigurationError, match="matches no block"):
-        on_cpu(Chosen(torch.optim.SGD), torch.zeros(2, 32), candidate(activation_checkpointing=True))
+        on_cpu(
+            Chosen(torch.optim.SGD), torch.zeros(2, 32), candidate(activation_checkpointing=True)
+        )
 
 
 # -- nothing is left behind ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 4), ("tp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "world"), [("single_device", 1), ("ddp", 2), ("fsdp", 4), ("tp2", 2)]
+)
 def test_nothing_changes(strategy, world):
     module, batch = made("gpt", 2)
     module.net.blocks[0].requires_grad_(False)
@@ -537,7 +614,9 @@ def test_nothing_changes(strategy, world):
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert type(next(module.parameters())) is nn.Parameter
     assert flags == [parameter.requires_grad for parameter in module.parameters()]
-    assert hooks == [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()]
+    assert hooks == [
+        len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()
+    ]
     assert all(parameter.grad is None for parameter in module.parameters())
     assert not module.training
     assert torch.equal(numbers, torch.get_rng_state())
@@ -550,7 +629,11 @@ def test_nothing_changes(strategy, world):
 
 def test_nothing_is_left_after_an_error():
     with pytest.raises(TrainerKitError):
-        on_cpu(Chosen(torch.optim.SGD), torch.zeros(2, 32), candidate("fsdp", 2, activation_checkpointing=True))
+        on_cpu(
+            Chosen(torch.optim.SGD),
+            torch.zeros(2, 32),
+            candidate("fsdp", 2, activation_checkpointing=True),
+        )
     assert not dist.is_initialized()
     assert float(torch.ones(2).sum()) == 2
 

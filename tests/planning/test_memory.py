@@ -29,7 +29,9 @@ def test_the_estimate_equals_the_memory_of_a_trained_module():
         x = torch.arange(8)
         module.head(module.norm(module.frozen(module.embed(x)))).sum().backward()
         optimizer.step()
-        states = [v for state in optimizer.state.values() for key, v in state.items() if key != "step"]
+        states = [
+            v for state in optimizer.state.values() for key, v in state.items() if key != "step"
+        ]
         told = {each.dtype: each for each in estimate_memory(describe_module(module))}[
             str(dtype).removeprefix("torch.")
         ]
@@ -48,7 +50,9 @@ def test_meta_and_weights_by_name_say_the_same():
 
 
 def test_narrow_dtypes_are_for_inference_alone():
-    told = {each.dtype: each for each in estimate_memory(describe_module(nn.Linear(7, 5, bias=False)))}
+    told = {
+        each.dtype: each for each in estimate_memory(describe_module(nn.Linear(7, 5, bias=False)))
+    }
     assert (told["int4"].weights, told["int8"].weights) == (18, 35)
     assert [told["int4"].training, told["int8"].gradients, told["float8"].optimizer] == [None] * 3
 

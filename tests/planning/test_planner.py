@@ -29,7 +29,10 @@ class Net(tk.TrainModule):
     def __init__(self, width=256, layers=4):
         super().__init__()
         sizes = (width, 4 * width)
-        blocks = (nn.Sequential(nn.Linear(*sizes), nn.GELU(), nn.Linear(*sizes[::-1])) for _ in range(layers))
+        blocks = (
+            nn.Sequential(nn.Linear(*sizes), nn.GELU(), nn.Linear(*sizes[::-1]))
+            for _ in range(layers)
+        )
         self.layers = nn.Sequential(*blocks)
 
     def training_step(self, batch, batch_idx):
@@ -59,7 +62,9 @@ def test_the_smallest_limit_chooses_between_copies_and_shards():
     ddp = next(row for row in small.rows if row.candidate.strategy == "ddp")
     assert "of which weights, gradients and optimizer state are" in ddp.reason
     assert ddp.measured.peak >= held
-    assert small.trainer_line(small.best()).startswith('Trainer(strategy="fsdp", devices=4, precision="32-true", ')
+    assert small.trainer_line(small.best()).startswith(
+        'Trainer(strategy="fsdp", devices=4, precision="32-true", '
+    )
     assert 'strategy="auto" takes ddp' in str(small), "the whole device has room for copies"
 
 
@@ -71,14 +76,18 @@ def test_micro_batches_shrink_until_they_fit_and_the_line_keeps_the_samples():
     whole = trainer().plan(module, wide, **options).best()
     assert (whole.candidate.micro_batch, whole.candidate.accumulate) == (512, 1)
     plan = trainer().plan(module, wide, max_memory=whole.measured.peak // 2, **options)
-    plain = next(row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing)
+    plain = next(
+        row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing
+    )
     candidate = plain.candidate
     assert 1 < candidate.micro_batch < 512
     assert candidate.micro_batch * candidate.accumulate == 512
     assert plain.measured.peak <= whole.measured.peak // 2
     assert plain.measured.flops == whole.measured.flops, "a step has the same products"
     taken = eval(plan.trainer_line(plain), {"Trainer": lambda **given: given})
-    run = trainer(max_steps=2, **{key: taken[key] for key in ("accumulate_grad_batches", "global_batch_size")})
+    run = trainer(
+        max_steps=2, **{key: taken[key] for key in ("accumulate_grad_batches", "global_batch_size")}
+    )
     run.fit(module, wide)
     assert run.train_batch_samples == candidate.micro_batch
 
@@ -90,8 +99,12 @@ def test_activation_checkpointing_is_found_where_it_is_needed():
     wide = loader(1024, 512, width=64)
     whole = trainer().plan(module, wide, **options).best()
     plan = trainer().plan(module, wide, max_memory=whole.measured.peak // 2, **options)
-    saving = next(row for row in plan.rows if row.estimate and row.candidate.activation_checkpointing)
-    plain = next(row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing)
+    saving = next(
+        row for row in plan.rows if row.estimate and row.candidate.activation_checkpointing
+    )
+    plain = next(
+        row for row in plan.rows if row.estimate and not row.candidate.activation_checkpointing
+    )
     assert saving.candidate.micro_batch > plain.candidate.micro_batch
     assert saving.measured.flops > plain.measured.flops
     useful = [row.estimate.mfu * row.estimate.seconds for row in (saving, plain)]
@@ -100,21 +113,37 @@ def test_activation_checkpointing_is_found_where_it_is_needed():
 
 
 def test_hybrid_shards_are_those_of_a_machine():
-    plan = trainer().plan(Net(), loader(), world=16, device="h100", precisions=["32-true"], global_batch_size=64)
+    plan = trainer().plan(
+        Net(), loader(), world=16, device="h100", precisions=["32-true"], global_batch_size=64
+    )
     rows = {row.candidate.strategy: row for row in plan.rows}
     assert set(rows) == {"ddp", "fsdp", "hsdp8"}
     held = {word: row.measured.memory[0]["parameters"] for word, row in rows.items()}
     assert held["fsdp"] * 2 == pytest.approx(held["hsdp8"], rel=0.05)
     assert held["hsdp8"] * 8 == pytest.approx(held["ddp"], rel=0.05)
-    assert {one.kind for one in rows["hsdp8"].measured.traffic} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    assert {one.kind for one in rows["hsdp8"].measured.traffic} >= {
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+    }
     line = plan.trainer_line(rows["hsdp8"])
-    assert line == 'Trainer(strategy="hsdp", devices=8, num_nodes=2, precision="32-true", global_batch_size=64)'
+    assert (
+        line
+        == 'Trainer(strategy="hsdp", devices=8, num_nodes=2, precision="32-true", global_batch_size=64)'
+    )
 
 
 def test_what_the_strategy_of_a_trainer_does_beyond_the_plan_is_noted():
     def plan(strategy):
         own = Trainer(barebones=True, accelerator="cpu", devices=2, strategy=strategy)
-        return own.plan(Net(), loader(), world=2, device="h100", strategies=["ddp", "fsdp"], precisions=["32-true"])
+        return own.plan(
+            Net(),
+            loader(),
+            world=2,
+            device="h100",
+            strategies=["ddp", "fsdp"],
+            precisions=["32-true"],
+        )
 
     for strategy, says in [
         (DDPStrategy(ddp_comm_hook="powersgd"), "the communication hook"),
@@ -125,11 +154,17 @@ def test_what_the_strategy_of_a_trainer_does_beyond_the_plan_is_noted():
         assert noted == {"ddp": True, "fsdp": False}
         assert says in " ".join(found.notes)
         assert any("options of this DDPStrategy" in note for note in found.notes)
-    captured = {"strategy": DDPStrategy(ddp_comm_hook="bf16")}  # by a script, whose Trainer is made on one process
-    found = plan_fit(trainer(), Net(), loader(), world=2, device="h100", strategies=["ddp"], arguments=captured)
+    captured = {
+        "strategy": DDPStrategy(ddp_comm_hook="bf16")
+    }  # by a script, whose Trainer is made on one process
+    found = plan_fit(
+        trainer(), Net(), loader(), world=2, device="h100", strategies=["ddp"], arguments=captured
+    )
     assert "the communication hook" in " ".join(found.rows[0].measured.notes)
     plain = plan("ddp")
-    assert not any("hook" in note or "local SGD" in note or "options" in note for note in plain.notes)
+    assert not any(
+        "hook" in note or "local SGD" in note or "options" in note for note in plain.notes
+    )
 
 
 def test_copies_of_autocast_are_noted():
@@ -147,7 +182,10 @@ def test_a_plan_changes_neither_module_nor_random_numbers_nor_trainer():
     own.plan(module, data, world=2, device="h100", strategies=["fsdp"])
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.state_dict().items())
-    assert all(parameter.grad is None and type(parameter) is nn.Parameter for parameter in module.parameters())
+    assert all(
+        parameter.grad is None and type(parameter) is nn.Parameter
+        for parameter in module.parameters()
+    )
     assert own.global_step == 0
     assert not torch.distributed.is_initialized()
     own.fit(module, loader(samples=64))
@@ -156,7 +194,14 @@ def test_a_plan_changes_neither_module_nor_random_numbers_nor_trainer():
 def test_samples_of_a_step_come_from_the_trainer_the_loader_or_the_call():
     def samples(own, arguments=None, **given):
         return plan_fit(
-            own, Net(), loader(), world=1, device="t4", precisions=("32-true",), arguments=arguments, **given
+            own,
+            Net(),
+            loader(),
+            world=1,
+            device="t4",
+            precisions=("32-true",),
+            arguments=arguments,
+            **given,
         )
 
     assert samples(trainer()).question.global_batch == 64
@@ -166,7 +211,9 @@ def test_samples_of_a_step_come_from_the_trainer_the_loader_or_the_call():
     assert script.question.global_batch == 64 * 16
     assert "64 of the loader x 16 ranks x 1 accumulated" in str(script)
     assert samples(trainer(), {"devices": [0, 1]}).question.global_batch == 128
-    assert "as devices='auto' gives no number" in " ".join(str(samples(trainer(), {"devices": "auto"})).split())
+    assert "as devices='auto' gives no number" in " ".join(
+        str(samples(trainer(), {"devices": "auto"})).split()
+    )
     assert samples(trainer(), global_batch=32).question.global_batch == 32
 
 
@@ -175,7 +222,9 @@ def test_tokens_are_counted_where_the_loss_weight_counts_them():
         def loss_weight(self, batch):
             return batch[0].numel()
 
-    plan = trainer().plan(Words(), loader(), world=1, device="h100", precisions=["bf16-mixed"], price=3)
+    plan = trainer().plan(
+        Words(), loader(), world=1, device="h100", precisions=["bf16-mixed"], price=3
+    )
     row = plan.best()
     assert row.estimate.tokens_per_second == pytest.approx(256 * row.estimate.samples_per_second)
     assert row.estimate.cost == pytest.approx(3 / 3600 / row.estimate.tokens_per_second * 1e6)
@@ -187,7 +236,10 @@ def test_precisions_are_the_trainers_and_the_mixed_one_of_the_device():
     def precisions(own, device, **given):
         options = {"world": 1, "device": device, "max_memory": 1, **given}
         return list(
-            dict.fromkeys(row.candidate.precision for row in own.plan(Net(32, 2), loader(width=32), **options).rows)
+            dict.fromkeys(
+                row.candidate.precision
+                for row in own.plan(Net(32, 2), loader(width=32), **options).rows
+            )
         )
 
     assert precisions(trainer(), "h100") == ["32-true", "bf16-mixed"]
@@ -212,9 +264,13 @@ def test_a_datamodule_a_dict_of_loaders_and_this_machine():
 
     class Both(Net):
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+            return super().training_step(batch["a"], batch_idx) + super().training_step(
+                batch["b"], batch_idx
+            )
 
-    both = trainer().plan(Both(), {"a": loader(), "b": loader()}, world=1, device="h100", precisions=["32-true"])
+    both = trainer().plan(
+        Both(), {"a": loader(), "b": loader()}, world=1, device="h100", precisions=["32-true"]
+    )
     assert both.best().measured.flops == pytest.approx(2 * plan.best().measured.flops, rel=0.01)
 
 
@@ -223,23 +279,37 @@ def test_a_plan_leaves_the_generators_of_loaders_where_they_are():
     draws = [torch.Generator().manual_seed(5) for _ in range(2)]
     data = TensorDataset(torch.randn(64, 32))
     loaders = {"a": DataLoader(data, 8, shuffle=True, generator=draws[0])}
-    loaders["b"] = DataLoader(data, 8, sampler=torch.utils.data.RandomSampler(data, generator=draws[1]))
+    loaders["b"] = DataLoader(
+        data, 8, sampler=torch.utils.data.RandomSampler(data, generator=draws[1])
+    )
 
     class Both(Net):
         def training_step(self, batch, batch_idx):
-            return super().training_step(batch["a"], batch_idx) + super().training_step(batch["b"], batch_idx)
+            return super().training_step(batch["a"], batch_idx) + super().training_step(
+                batch["b"], batch_idx
+            )
 
     before = [draw.get_state() for draw in draws]
     options = {"world": 1, "device": "h100", "precisions": ["32-true"]}
     assert trainer().plan(Both(32), loaders, **options).best() is not None
-    assert all(torch.equal(draw.get_state(), state) for draw, state in zip(draws, before, strict=True))
+    assert all(
+        torch.equal(draw.get_state(), state) for draw, state in zip(draws, before, strict=True)
+    )
 
 
-@pytest.mark.parametrize("collate", [lambda items: torch.stack(items, 1), torch.cat], ids=["sequence first", "packed"])
+@pytest.mark.parametrize(
+    "collate", [lambda items: torch.stack(items, 1), torch.cat], ids=["sequence first", "packed"]
+)
 def test_samples_are_counted_as_in_a_fit(collate):
     """The rows of the first tensor were taken: 20 and 160 samples, so that another run was planned."""
     items = [torch.randn(20, 256) for _ in range(16)]
-    options = {"world": 2, "device": "cpu", "max_memory": "1GB", "precisions": ["32-true"], "strategies": ["ddp"]}
+    options = {
+        "world": 2,
+        "device": "cpu",
+        "max_memory": "1GB",
+        "precisions": ["32-true"],
+        "strategies": ["ddp"],
+    }
     plain = trainer().plan(Net(layers=1), DataLoader(items, batch_size=8), **options)
     loaded = DataLoader(items, batch_size=8, collate_fn=collate)
     plan = trainer().plan(Net(layers=1), loaded, **options)
@@ -253,7 +323,13 @@ def test_samples_are_counted_as_in_a_fit(collate):
 
 def test_a_tiny_step_takes_the_time_of_its_launches():
     """A speed of 1,971,743,760 samples a second was planned, with an MFU of 31 %."""
-    row = trainer().plan(Net(width=8, layers=1), loader(width=8), world=1, device="h100", precisions=["32-true"]).best()
+    row = (
+        trainer()
+        .plan(
+            Net(width=8, layers=1), loader(width=8), world=1, device="h100", precisions=["32-true"]
+        )
+        .best()
+    )
     operators = row.measured.operators
     assert 20 < operators < 200  # forward, loss, backward and SGD of two linear layers
     assert row.estimate.launching == pytest.approx(5e-6 * operators)
@@ -277,7 +353,8 @@ def test_lists_of_a_tensor_for_each_sample_are_made_longer(stacked):
             found = self.head(self.conv(torch.stack(tuple(images))).mean((2, 3)))
             assert len(found) == len(targets) == len(images)
             return sum(
-                (one - target["boxes"].mean(0)).square().mean() for one, target in zip(found, targets, strict=True)
+                (one - target["boxes"].mean(0)).square().mean()
+                for one, target in zip(found, targets, strict=True)
             )
 
         def configure_optimizers(self):
@@ -290,7 +367,12 @@ def test_lists_of_a_tensor_for_each_sample_are_made_longer(stacked):
         return (torch.stack(images) if stacked else images), targets
 
     loaded = DataLoader(data, batch_size=8, collate_fn=collate)
-    options = {"device": "h100", "strategies": ["ddp"], "precisions": ["32-true"], "global_batch_size": 64}
+    options = {
+        "device": "h100",
+        "strategies": ["ddp"],
+        "precisions": ["32-true"],
+        "global_batch_size": 64,
+    }
     row = trainer().plan(Detector(), loaded, world=2, **options).best()
     assert row is not None
     assert (row.candidate.micro_batch, row.candidate.accumulate) == (32, 1)
@@ -300,7 +382,12 @@ def test_lists_of_a_tensor_for_each_sample_are_made_longer(stacked):
 
 
 def test_samples_that_the_ranks_cannot_divide_are_named():
-    options = {"device": "h100", "strategies": ["ddp", "ddp"], "precisions": ["32-true"], "global_batch_size": 16}
+    options = {
+        "device": "h100",
+        "strategies": ["ddp", "ddp"],
+        "precisions": ["32-true"],
+        "global_batch_size": 16,
+    }
     plan = trainer().plan(Net(32), loader(width=32), world=[4, 3, 64], **options)
     assert len(plan.rows) == 3, "each word counts once"
     assert [note for note in plan.notes if "samples a step, and not" in note] == [
@@ -336,12 +423,25 @@ def test_progress_is_printed_for_long_searches_only(monkeypatch):
     assert lines == []
     monkeypatch.setattr("trainer_kit.planning.planner._QUIET", -1)
     plan_fit(trainer(), Net(), loader(), **options)
-    assert [line.partition(":")[0] for line in lines] == ["single_device, 32-true, 1 rank, micro-batch 64"]
+    assert [line.partition(":")[0] for line in lines] == [
+        "single_device, 32-true, 1 rank, micro-batch 64"
+    ]
 
 
 def plan_of(module, **given):
-    options = {"world": 2, "device": "h100", "strategies": ["ddp"], "precisions": ["32-true"], **given}
-    return options.pop("trainer", None) or trainer(), module, options.pop("loader", None) or loader(), options
+    options = {
+        "world": 2,
+        "device": "h100",
+        "strategies": ["ddp"],
+        "precisions": ["32-true"],
+        **given,
+    }
+    return (
+        options.pop("trainer", None) or trainer(),
+        module,
+        options.pop("loader", None) or loader(),
+        options,
+    )
 
 
 def planned(module=None, **given):
@@ -354,7 +454,10 @@ def test_a_class_another_module_and_a_dataset_are_refused_before_the_search():
         planned(Net)
     with pytest.raises(ConfigurationError, match="this is not a TrainModule\n  found: Linear"):
         planned(nn.Linear(2, 2))
-    with pytest.raises(ConfigurationError, match=r"this is not a loader\n  found: TensorDataset\n  fix:   pass a Data"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"this is not a loader\n  found: TensorDataset\n  fix:   pass a Data",
+    ):
         planned(loader=loader().dataset)
 
 
@@ -365,7 +468,13 @@ def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
         def on_train_batch_end(self, trainer, module, *values):
             planned(trainer=trainer)
 
-    run = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "logger": False, "enable_checkpointing": False}
+    run = {
+        "accelerator": "cpu",
+        "devices": 1,
+        "max_steps": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+    }
     with pytest.raises(ConfigurationError, match="nothing runs\n  found: a running fit"):
         Trainer(callbacks=[Planning()], **run).fit(Net(32, 2), loader(width=32))
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # torch replaces it
@@ -373,7 +482,8 @@ def test_a_plan_inside_a_fit_and_on_a_rank_is_refused(monkeypatch):
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with pytest.raises(
-            ConfigurationError, match="nothing runs\n  found: a process group of 1 ranks\n  fix:   plan"
+            ConfigurationError,
+            match="nothing runs\n  found: a process group of 1 ranks\n  fix:   plan",
         ):
             planned()
     finally:
@@ -400,9 +510,21 @@ def test_errors_of_the_users_code_keep_their_class_and_name_what_the_plan_did():
             return batch["tokens"]
 
     for given, kind, doing in (
-        ({"loader": Download()}, OSError, "while the plan called prepare_data() and setup(), as a fit does"),
-        ({"loader": DataLoader(Broken())}, KeyError, "while the plan read the first batch of the training data"),
-        ({"module": Counts(32, 2)}, TypeError, "while loss_weight counted the tokens of the first batch"),
+        (
+            {"loader": Download()},
+            OSError,
+            "while the plan called prepare_data() and setup(), as a fit does",
+        ),
+        (
+            {"loader": DataLoader(Broken())},
+            KeyError,
+            "while the plan read the first batch of the training data",
+        ),
+        (
+            {"module": Counts(32, 2)},
+            TypeError,
+            "while loss_weight counted the tokens of the first batch",
+        ),
     ):
         with pytest.raises(kind) as raised:
             planned(**given)
@@ -435,7 +557,8 @@ def test_a_step_that_fails_is_noted_with_a_way_to_try_it(capfd):
     found = planned(Wrong(32, 2))
     assert found.rows[0].reason.count("weights, gradients and optimizer state") == 1
     assert (
-        "the rest is unknown: the step cannot run without data (RuntimeError in test_planner.py" in found.rows[0].reason
+        "the rest is unknown: the step cannot run without data (RuntimeError in test_planner.py"
+        in found.rows[0].reason
     )
     assert any("Trainer(fast_dev_run=True)" in note for note in found.notes)
     assert "Traceback" not in capfd.readouterr().err, "torch logs one for each operator that fails"
@@ -450,14 +573,24 @@ def test_a_missing_optimizer_is_answered_with_its_fix():
         def training_step(self, batch, batch_idx):
             return self.layer(batch[0]).sum()
 
-    assert "Without has no optimizer: override configure_optimizers" in planned(Without()).rows[0].reason
+    assert (
+        "Without has no optimizer: override configure_optimizers"
+        in planned(Without()).rows[0].reason
+    )
 
 
 @pytest.mark.parametrize("strategy", ["single_device", "ddp", "fsdp"])
 def test_float16_with_a_gradient_scaler_is_measured(strategy):
     """The scaler reads whether gradients are finite: no plan for a T4 or a V100 ranked its mixed precision."""
-    options = {"world": 1 if strategy == "single_device" else 2, "device": "t4", "strategies": [strategy]}
-    rows = {row.candidate.precision: row for row in planned(Net(), precisions=["16-mixed", "32-true"], **options).rows}
+    options = {
+        "world": 1 if strategy == "single_device" else 2,
+        "device": "t4",
+        "strategies": [strategy],
+    }
+    rows = {
+        row.candidate.precision: row
+        for row in planned(Net(), precisions=["16-mixed", "32-true"], **options).rows
+    }
     mixed, whole = rows["16-mixed"].measured, rows["32-true"].measured
     assert mixed.exact
     assert rows["16-mixed"].estimate is not None
@@ -543,7 +676,10 @@ def test_auto_decides_by_the_bytes_that_a_plan_measures(module, precision):
     assert training_bytes(built, precision, True) == pytest.approx(state, rel=1e-4)
     if precision != "64-true":  # no data sheet gives its rate
         plan = planned(module(), precisions=[precision], loader=loader(width=128))
-        assert f'strategy="auto" takes ddp: {in_units(training_bytes(built, precision, True))} ' in str(plan)
+        assert (
+            f'strategy="auto" takes ddp: {in_units(training_bytes(built, precision, True))} '
+            in str(plan)
+        )
 
 
 def test_a_choice_of_auto_that_differs_from_the_table_is_explained():
@@ -561,6 +697,8 @@ def test_a_choice_of_auto_that_differs_from_the_table_is_explained():
     held = training_bytes(Net(), "32-true", True)
     assert note(Net(), 4 * held).endswith("GB") or note(Net(), 4 * held).endswith("MB")
     assert 'auto" takes ddp' in note(Net(), 1.3 * held)
-    assert "On 2 ranks that does not fit: auto does not count activations" in note(Net(), 1.3 * held)
+    assert "On 2 ranks that does not fit: auto does not count activations" in note(
+        Net(), 1.3 * held
+    )
     assert "takes fsdp" in note(Simple(), 1.1 * held)
     assert "On 2 ranks ddp fits too: auto assumes Adam" in note(Simple(), 1.1 * held)

@@ -39,11 +39,22 @@ FIT = "from trainer_kit.testing import TinyModule\ntk.Trainer().fit(TinyModule()
 
 
 @pytest.mark.parametrize(
-    "script", ["lm", "digits", "char_transformer", "custom_callback", "custom_logger", "gan_manual", "gan_named"]
+    "script",
+    [
+        "lm",
+        "digits",
+        "char_transformer",
+        "custom_callback",
+        "custom_logger",
+        "gan_manual",
+        "gan_named",
+    ],
 )
 def test_examples_are_captured_with_and_without_weights(script, monkeypatch):
     for empty, device in ((False, "cpu"), (True, "meta")):
-        fit = captured_fit(str(EXAMPLES / f"{script}.py"), trainer_class=Trainer, empty_weights=empty)
+        fit = captured_fit(
+            str(EXAMPLES / f"{script}.py"), trainer_class=Trainer, empty_weights=empty
+        )
         assert isinstance(fit.module, tk.TrainModule)
         assert {parameter.device.type for parameter in fit.module.parameters()} == {device}
         assert fit.trainer.global_step == 0
@@ -120,7 +131,9 @@ class Data(tk.LightningDataModule):
         return [torch.ones(2, 32)]
 LightningCLI(Net, Data)
 """
-    fit = captured(source, "fit", "--model.width", "5", "--trainer.devices", "64", empty_weights=True)
+    fit = captured(
+        source, "fit", "--model.width", "5", "--trainer.devices", "64", empty_weights=True
+    )
     assert fit.module.width == 5
     assert fit.arguments["devices"] == 64
     assert fit.datamodule.train_dataloader()[0].shape == (2, 32)
@@ -165,7 +178,9 @@ def test_scripts_without_a_fit_are_refused_in_words():
     text = refused("\n\nraise OSError('no data')\n")
     assert "train.py failed before its Trainer.fit (line 4)\n  found: OSError: no data" in text
     assert "reads weights before the fit" not in text
-    text = refused("layer = torch.nn.Linear(2, 2)\nprint(layer(torch.ones(2)).tolist())", empty_weights=True)
+    text = refused(
+        "layer = torch.nn.Linear(2, 2)\nprint(layer(torch.ones(2)).tolist())", empty_weights=True
+    )
     assert "reads weights before the fit: call trainer.plan(...) there" in text
 
 

@@ -79,7 +79,12 @@ def found(module=None, memory=None, **given):
 
 def words(row):
     candidate = row.candidate
-    return (candidate.strategy, candidate.micro_batch, candidate.accumulate, candidate.activation_checkpointing)
+    return (
+        candidate.strategy,
+        candidate.micro_batch,
+        candidate.accumulate,
+        candidate.activation_checkpointing,
+    )
 
 
 def test_the_largest_micro_batch_that_fits_is_found_and_the_global_batch_stays():
@@ -99,7 +104,9 @@ def test_the_largest_micro_batch_that_fits_is_found_and_the_global_batch_stays()
 
 def test_what_fits_whole_is_measured_once_and_needs_no_checkpointing():
     rows, memory = found(limit=120 * GB)
-    assert [words(row) for row in rows] == [("fsdp", 8, 1, False), ("ddp", 8, 1, False)], "fsdp updates an eighth"
+    assert [words(row) for row in rows] == [("fsdp", 8, 1, False), ("ddp", 8, 1, False)], (
+        "fsdp updates an eighth"
+    )
     assert len(memory.measured) == 2
     assert not any(candidate.activation_checkpointing for candidate in memory.measured)
 
@@ -116,7 +123,10 @@ def test_a_long_window_is_measured_in_two_parts_and_counted_whole():
 
 def test_offload_is_tried_where_nothing_else_fits():
     rows, _ = found(strategies=("fsdp",), limit=4 * GB)
-    assert [(row.candidate.offload, row.estimate is not None) for row in rows] == [(True, True), (False, False)]
+    assert [(row.candidate.offload, row.estimate is not None) for row in rows] == [
+        (True, True),
+        (False, False),
+    ]
     assert rows[0].measured.host == 5 * GB
     assert all("needs" in row.reason for row in rows[1:])
 
@@ -126,7 +136,9 @@ def test_reasons_name_what_takes_the_memory():
     assert {row.reason for row in rows} == {
         "needs 44 GB with one sample, of which weights, gradients and optimizer state are 40 GB"
     }, "checkpointing saves no state"
-    rows, _ = found(strategies=("ddp",), limit=30 * GB, memory=Memory(state=10 * GB, sample=200 * GB))
+    rows, _ = found(
+        strategies=("ddp",), limit=30 * GB, memory=Memory(state=10 * GB, sample=200 * GB)
+    )
     assert {row.reason for row in rows} == {
         "needs 210 GB with one sample, most of it activations: 200 GB",
         "needs 60 GB with one sample, most of it activations: 50 GB",
@@ -137,7 +149,9 @@ def test_what_cannot_be_measured_is_not_ranked():
     whole = Memory()
 
     def calculated(candidate):
-        return replace(whole(candidate), exact=False, flops=0, traffic=(), notes=("the step reads values",))
+        return replace(
+            whole(candidate), exact=False, flops=0, traffic=(), notes=("the step reads values",)
+        )
 
     rows = search(question(strategies=("fsdp", "ddp")), nn.Linear(1, 1), calculated)
     assert all(row.estimate is None for row in rows)
@@ -150,7 +164,16 @@ def test_strategies_follow_from_the_world_and_the_module():
     rows, _ = found(worlds=(1, 8), limit=500 * GB)
     assert [row.candidate.strategy for row in rows if row.candidate.world == 1] == ["single_device"]
     rows, _ = found(Divisible(), limit=500 * GB)
-    assert {row.candidate.strategy for row in rows} == {"ddp", "fsdp", "tp2", "tp4", "tp8", "pp2", "pp4", "pp8"}
+    assert {row.candidate.strategy for row in rows} == {
+        "ddp",
+        "fsdp",
+        "tp2",
+        "tp4",
+        "tp8",
+        "pp2",
+        "pp4",
+        "pp8",
+    }
     refused = {row.reason for row in rows if row.candidate.strategy == "pp2"}
     assert refused == {"cannot be built: no blocks (Linear)"}
     assert [row.estimate is None for row in rows] == sorted(row.estimate is None for row in rows)
@@ -164,17 +187,27 @@ def test_whole_copies_are_measured_once_for_all_worlds():
         (2, 8, False),
         (2, 4, False),
     ]
-    plain = [(each.micro_batch, each.accumulate) for each in memory.measured if not each.activation_checkpointing]
+    plain = [
+        (each.micro_batch, each.accumulate)
+        for each in memory.measured
+        if not each.activation_checkpointing
+    ]
     assert sorted(plain) == [(1, 2), (2, 2), (8, 1), (16, 1)]
 
 
 def test_a_sample_of_another_strategy_predicts_the_size():
     """The smallest micro-batch of FSDP need not be measured: DDP's samples have shown what one needs."""
     rows, memory = found(strategies=("ddp", "fsdp"), global_batch=512, limit=60 * GB)
-    sizes = {word: [each.micro_batch for each in memory.measured if each.strategy == word] for word in ("ddp", "fsdp")}
+    sizes = {
+        word: [each.micro_batch for each in memory.measured if each.strategy == word]
+        for word in ("ddp", "fsdp")
+    }
     plain = {word: measured[: 3 if word == "ddp" else 2] for word, measured in sizes.items()}
     assert plain == {"ddp": [64, 1, 4], "fsdp": [64, 8]}
-    assert {words(row)[:2] for row in rows if not row.candidate.activation_checkpointing} == {("ddp", 4), ("fsdp", 8)}
+    assert {words(row)[:2] for row in rows if not row.candidate.activation_checkpointing} == {
+        ("ddp", 4),
+        ("fsdp", 8),
+    }
 
 
 @pytest.mark.parametrize("wrong", [0.25, 3])
@@ -202,10 +235,16 @@ def test_products_of_an_optimizer_and_collectives_of_activations_are_measured_wi
     def with_activations(candidate):
         plain = memory(candidate)
         size = candidate.micro_batch * candidate.accumulate
-        return replace(plain, traffic=(Traffic(kind="all_gather", axis="data", count=2, bytes=GB + size),))
+        return replace(
+            plain, traffic=(Traffic(kind="all_gather", axis="data", count=2, bytes=GB + size),)
+        )
 
     for measure, flops, sent in (
-        (with_an_optimizer, 3 * 10**13 * 64 + 7 * 10**12, {"all_reduce": GB, "all_gather": 64 * GB}),
+        (
+            with_an_optimizer,
+            3 * 10**13 * 64 + 7 * 10**12,
+            {"all_reduce": GB, "all_gather": 64 * GB},
+        ),
         (with_activations, 3 * 10**13 * 64, {"all_gather": GB + 64}),
     ):
         del memory.measured[:]
@@ -246,7 +285,10 @@ def test_a_module_that_refuses_a_single_sample():
     assert (first.candidate.micro_batch, first.candidate.accumulate) == (2, 32)
     assert first.estimate is not None
     rows = search(question(limit=45 * GB, **one), nn.Linear(1, 1), measure)
-    assert next(row.reason for row in rows if row.estimate is None) == "needs 48 GB, most of it optimizer: 40 GB"
+    assert (
+        next(row.reason for row in rows if row.estimate is None)
+        == "needs 48 GB, most of it optimizer: 40 GB"
+    )
 
 
 def test_more_tensor_parallel_ranks_than_ranks_are_answered_by_the_strategy():
@@ -264,13 +306,17 @@ def test_more_ranks_than_samples_take_one_sample_each():
 
 @pytest.fixture
 def plan():
-    rows, _ = found(Divisible(), worlds=(1, 8, 64), precisions=("32-true", "bf16-mixed"), limit=50 * GB)
+    rows, _ = found(
+        Divisible(), worlds=(1, 8, 64), precisions=("32-true", "bf16-mixed"), limit=50 * GB
+    )
     return Plan(
         question=question(worlds=(1, 8, 64)),
         rows=rows,
         device="H200",
         script="train.py --lr <0.1>",
-        notes=["a note about what was assumed that is so long that it does not fit into one line of the table at all"],
+        notes=[
+            "a note about what was assumed that is so long that it does not fit into one line of the table at all"
+        ],
         seconds=1.5,
     )
 
@@ -279,12 +325,18 @@ def test_a_plan_is_a_table_of_at_most_100_columns(plan):
     text = str(plan)
     assert max(map(len, text.splitlines())) <= 100
     assert re.search(
-        r"8 ranks\n +strategy +precision +batch +ckpt +offload +memory +step +MFU +samples/s\n +1\. ", text
+        r"8 ranks\n +strategy +precision +batch +ckpt +offload +memory +step +MFU +samples/s\n +1\. ",
+        text,
     )
     assert '  Trainer(strategy="' in text
     assert "python train.py --lr <0.1>" in text
-    assert "--num_machines 8 --num_processes 64 \\\n      --machine_rank RANK --main_process_ip HOST train.py" in text
-    assert "pp2, 32-true and bf16-mixed: cannot be built: no blocks (Linear)" in text.replace("\n     ", " ")
+    assert (
+        "--num_machines 8 --num_processes 64 \\\n      --machine_rank RANK --main_process_ip HOST train.py"
+        in text
+    )
+    assert "pp2, 32-true and bf16-mixed: cannot be built: no blocks (Linear)" in text.replace(
+        "\n     ", " "
+    )
     assert "Fragmentation" in text
     assert repr(plan) == text
 

@@ -18,7 +18,14 @@ _SECOND = partial(pytest.param, marks=pytest.mark.long)
 
 
 def verify(module, loader=None, val=None, steps=4, **options):
-    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "seed": 1, **options}
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp",
+        "logger": False,
+        "seed": 1,
+        **options,
+    }
     torch.manual_seed(0)
     return tk.Trainer(**options).verify(module, loader or verified.loader(), val, steps=steps)
 
@@ -28,7 +35,9 @@ def status(found):
 
 
 def test_a_healthy_configuration_passes_every_check():
-    found = verify(verified.Classifier(dropout=0.2), val=verified.loader(8), accumulate_grad_batches=2, steps=3)
+    found = verify(
+        verified.Classifier(dropout=0.2), val=verified.loader(8), accumulate_grad_batches=2, steps=3
+    )
     assert found.ok, str(found)
     assert found.exit_code == 0
     skipped = [name for name, one in status(found).items() if one != "ok"]
@@ -41,7 +50,13 @@ def test_a_healthy_configuration_passes_every_check():
 
 @pytest.mark.long
 def test_sharded_weights_in_low_precision_pass():
-    found = verify(verified.Classifier(), strategy="fsdp", precision="bf16-mixed", gradient_clip_val=0.5, steps=3)
+    found = verify(
+        verified.Classifier(),
+        strategy="fsdp",
+        precision="bf16-mixed",
+        gradient_clip_val=0.5,
+        steps=3,
+    )
     assert found.ok, str(found)
 
 
@@ -58,7 +73,9 @@ def test_gradients_that_are_not_exchanged():
 
 
 def test_a_wrong_accumulation_factor():
-    first = verify(verified.Classifier(), strategy=verified.WrongDivisor(), accumulate_grad_batches=3).first
+    first = verify(
+        verified.Classifier(), strategy=verified.WrongDivisor(), accumulate_grad_batches=3
+    ).first
     assert (first.kind, first.step) == ("gradients", 0)
     assert "0.3333 times the reference" in first.hint
     assert "3 micro-batches of accumulation" in first.hint
@@ -76,7 +93,11 @@ def test_a_loss_that_differs_by_no_factor_gets_no_hint_of_one():
     class Shifted(verified.Classifier):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            return loss + 1 + torch.distributed.get_rank() if torch.distributed.is_initialized() else loss
+            return (
+                loss + 1 + torch.distributed.get_rank()
+                if torch.distributed.is_initialized()
+                else loss
+            )
 
     first = verify(Shifted(), steps=2).first
     assert (first.kind, first.step, first.hint) == ("loss", 0, "")
@@ -141,7 +162,9 @@ def test_validation_that_changes_training():
 
 @pytest.mark.long
 def test_validation_that_the_module_brings_runs_only_in_its_check():
-    found = verify(verified.BringsValidation(), verified.loader(16), steps=4)  # an epoch has two steps
+    found = verify(
+        verified.BringsValidation(), verified.loader(16), steps=4
+    )  # an epoch has two steps
     assert [(each.kind, each.step) for each in found.findings] == [("validation", 1)]
 
 
@@ -158,21 +181,27 @@ def test_batch_norms_of_a_residual_network_are_a_note(strategy):
     assert found.exit_code == 0
     checks = {check.name: check for check in found.checks}
     assert checks["batch norms"].status == "note"
-    assert checks["batch norms"].text.startswith("net.2, net.4.norm, net.5.norm: each rank normalises its own samples")
+    assert checks["batch norms"].text.startswith(
+        "net.2, net.4.norm, net.5.norm: each rank normalises its own samples"
+    )
     assert ("its own running statistics" in checks["batch norms"].text) == (strategy == "fsdp")
     assert checks["training"].status == checks["other world"].status == "ok"
     assert "batch norms divided as on the ranks" in checks["other world"].text
 
 
 def test_gradients_that_are_not_exchanged_beside_batch_norms():
-    first = verify(verified.SmallResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2).first
+    first = verify(
+        verified.SmallResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2
+    ).first
     assert (first.kind, first.step, first.where) == ("gradients", 0, "net.1.weight")
     assert "not exchanged" in first.hint
 
 
 def test_an_output_that_depends_on_the_other_samples():
     found = verify(verified.Apart(), steps=2)
-    assert [(each.kind, each.step, each.where) for each in found.findings] == [("layout", 0, "net.2")]
+    assert [(each.kind, each.step, each.where) for each in found.findings] == [
+        ("layout", 0, "net.2")
+    ]
     assert found.first.text == "the output for a sample depends on the other samples of its batch"
 
 
@@ -196,7 +225,9 @@ def test_a_mean_over_tokens_needs_their_number():
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_teacher_that_follows_after_each_step(devices):
     """Its hook ran before the optimizer step, once for each rank, and its second rank had another batch_idx."""
-    found = verify(verified.Teacher(), devices=devices, strategy="auto", accumulate_grad_batches=2, steps=2)
+    found = verify(
+        verified.Teacher(), devices=devices, strategy="auto", accumulate_grad_batches=2, steps=2
+    )
     assert found.ok, str(found)
     assert status(found)["our loop"] == status(found)["training"] == "ok"
 
@@ -221,7 +252,9 @@ def test_a_module_that_does_not_run_in_float64():
         verify(verified.Casting(), steps=2)
 
 
-@pytest.mark.parametrize(("devices", "strategy"), [_SECOND(1, "auto"), (2, "ddp"), _SECOND(2, "fsdp")])
+@pytest.mark.parametrize(
+    ("devices", "strategy"), [_SECOND(1, "auto"), (2, "ddp"), _SECOND(2, "fsdp")]
+)
 def test_two_networks_with_manual_optimization(devices, strategy):
     """Manual optimization could not be checked."""
     found = verify(verified.GAN(), devices=devices, strategy=strategy, steps=3)
@@ -262,7 +295,9 @@ def test_a_scheduler_that_monitors_validation_does_not_advance():
     found = verify(verified.PlateauOfValidation(), verified.loader(16), verified.loader(8), steps=4)
     assert found.ok, str(found)
     note = next(check for check in found.checks if check.name == "schedulers")
-    assert note.text == "ReduceLROnPlateau monitors 'val_loss': without validation it does not advance"
+    assert (
+        note.text == "ReduceLROnPlateau monitors 'val_loss': without validation it does not advance"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", _SECOND("fsdp")])
@@ -286,8 +321,12 @@ def test_modules_that_exchange_values_themselves_are_refused():
 
 def test_what_cannot_be_verified_is_refused():
     module = verified.Classifier()
-    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), lr=0.01, max_iter=2)
-    with pytest.raises(tk.ConfigurationError, match="LBFGS computes the loss several times in a step"):
+    module.configure_optimizers = lambda: torch.optim.LBFGS(
+        module.parameters(), lr=0.01, max_iter=2
+    )
+    with pytest.raises(
+        tk.ConfigurationError, match="LBFGS computes the loss several times in a step"
+    ):
         verify(module, devices=1, strategy="auto")
     with pytest.raises(tk.ConfigurationError, match="at least one step"):
         verify(verified.Classifier(), steps=0)

@@ -38,19 +38,28 @@ class Data(tk.DataModule):
         return verified.loader(size=self.size)
 
 
-@pytest.mark.parametrize(("module", "datamodule"), [(Asks(), None), (verified.Classifier(), Data())])
+@pytest.mark.parametrize(
+    ("module", "datamodule"), [(Asks(), None), (verified.Classifier(), Data())]
+)
 def test_setup_and_loaders_that_read_the_trainer(module, datamodule):
     """It was refused: no Trainer was attached."""
     trainer = tk.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, seed=1)
     found = trainer.verify(module, datamodule=datamodule, steps=2, local=True)
     assert found.ok, str(found)
-    assert status(found)["our loop"] == status(found)["training"] == status(found)["other world"] == "ok"
+    assert (
+        status(found)["our loop"]
+        == status(found)["training"]
+        == status(found)["other world"]
+        == "ok"
+    )
 
 
 class Sampled(verified.Classifier):
     def train_dataloader(self):
         world, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        return verified.loader(shuffle=None, sampler=DistributedSampler(verified.data(), world, rank, seed=3))
+        return verified.loader(
+            shuffle=None, sampler=DistributedSampler(verified.data(), world, rank, seed=3)
+        )
 
 
 class Grouped(verified.Classifier):
@@ -70,7 +79,14 @@ def test_a_distributed_sampler_that_the_module_makes(module, divides):
 
 def verify_own(module, **options):
     torch.manual_seed(0)
-    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "seed": 1, **options}
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp",
+        "logger": False,
+        "seed": 1,
+        **options,
+    }
     return tk.Trainer(**options).verify(module, steps=2)
 
 
@@ -89,7 +105,9 @@ class Contrastive(verified.Classifier):
 
     def training_step(self, batch, batch_idx):
         features = F.normalize(self.net(batch[0]), dim=1)
-        everyone = self.all_gather(features, sync_grads=True).flatten(0, -2 if self.trainer.world_size == 1 else 1)
+        everyone = self.all_gather(features, sync_grads=True).flatten(
+            0, -2 if self.trainer.world_size == 1 else 1
+        )
         everyone = everyone.reshape(-1, features.shape[-1])
         return F.cross_entropy(everyone @ everyone.T / 0.1, torch.arange(len(everyone)))
 
@@ -104,7 +122,9 @@ def test_a_loss_over_the_pairs_of_all_ranks():
 class WithoutGradients(Contrastive):
     def all_gather(self, data, group=None, sync_grads=False):
         gathered = super().all_gather(data, group, sync_grads=self.trainer.world_size == 1)
-        return gathered if self.trainer.world_size == 1 else data.new_zeros(()) * data.sum() + gathered
+        return (
+            gathered if self.trainer.world_size == 1 else data.new_zeros(()) * data.sum() + gathered
+        )
 
 
 def test_gathered_values_without_gradients_train_otherwise_than_one_process():
@@ -125,7 +145,9 @@ def test_gathered_tensors_carry_gradients_to_every_rank():
     gathered = gather_with_gradients(tensor, group)
     assert gathered.tolist() == [[1.0] * 3, [2.0] * 3]
     (gathered[0].sum() * (group.rank + 1) + gathered[1].sum() * 10).backward()
-    assert tensor.grad.tolist() == [[3.0] * 3, [20.0] * 3][group.rank]  # the sum of what both ranks send
+    assert (
+        tensor.grad.tolist() == [[3.0] * 3, [20.0] * 3][group.rank]
+    )  # the sum of what both ranks send
 
 
 class Randomized(verified.Classifier):
@@ -147,7 +169,9 @@ def jittered(samples):
 
 
 def test_a_random_collate_fn_is_no_dependence_on_other_samples():
-    found = verify_local(verified.Classifier(), DataLoader(verified.data(), 4, shuffle=True, collate_fn=jittered))
+    found = verify_local(
+        verified.Classifier(), DataLoader(verified.data(), 4, shuffle=True, collate_fn=jittered)
+    )
     assert found.ok, str(found)
     world = next(check for check in found.checks if check.name == "other world")
     assert (world.status, "a random collate_fn" in world.text) == ("not checked", True)

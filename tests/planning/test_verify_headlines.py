@@ -66,7 +66,9 @@ def test_statistics_that_validation_moves_are_named():
 
 
 def test_an_attribute_that_validation_changes_is_named():
-    first = verify(verified.CountsValidation(), val=verified.loader(8), devices=1, strategy="auto").first
+    first = verify(
+        verified.CountsValidation(), val=verified.loader(8), devices=1, strategy="auto"
+    ).first
     assert (first.kind, first.where) == ("validation", "scale")
 
 
@@ -82,7 +84,9 @@ class Forgets(verified.Classifier):
 
 def test_an_attribute_that_a_resume_forgets_is_named():
     found = verify(Forgets(), devices=1, strategy="auto")
-    assert [(each.kind, each.step, each.where) for each in found.findings] == [("resume", 1, "seen")]
+    assert [(each.kind, each.step, each.where) for each in found.findings] == [
+        ("resume", 1, "seen")
+    ]
     assert "it differs in seen" in found.first.hint
 
 
@@ -119,6 +123,11 @@ class Averages(tk.callbacks.EMAWeightAveraging):
 def test_callbacks_that_were_left_out_are_named_in_the_verdict():
     found = verify(verified.Classifier(), devices=1, strategy="auto", callbacks=[Averages()])
     assert str(found).endswith("all equal, as far as checked; not checked: callbacks (Averages)")
-    plain = verify(verified.Classifier(), devices=1, strategy="auto", callbacks=[tk.callbacks.ModelCheckpoint()])
+    plain = verify(
+        verified.Classifier(),
+        devices=1,
+        strategy="auto",
+        callbacks=[tk.callbacks.ModelCheckpoint()],
+    )
     assert str(plain).endswith("all equal, as far as checked")
     assert torch.is_grad_enabled()

@@ -24,7 +24,9 @@ class Convolutions(verified.Classifier):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
 
 
 class Attention(verified.Classifier):
@@ -93,13 +95,19 @@ PAIRS = [
     pytest.param(
         *("recurrent", "ddp", "bf16-mixed", {}),
         marks=pytest.mark.skipif(
-            torch.backends.mkldnn.is_available() and not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+            torch.backends.mkldnn.is_available()
+            and not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
             reason="oneDNN's LSTM in bfloat16 needs AVX-512",
         ),
     ),
     ("divided", "tp", "32-true", {"accumulate_grad_batches": 2}),
     ("mlp", "pp", "32-true", {"accumulate_grad_batches": 2}),
-    ("recurrent", "fsdp", "32-true", {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}),
+    (
+        "recurrent",
+        "fsdp",
+        "32-true",
+        {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"},
+    ),
 ]
 
 
@@ -111,4 +119,9 @@ def test_no_false_alarm(model, strategy, precision, options):
     found = trainer.verify(MODELS[model](), verified.loader(), steps=3)
     print(found)
     assert found.ok, str(found)
-    assert {check.name for check in found.checks if check.status == "ok"} >= {"our loop", "samples", "data", "training"}
+    assert {check.name for check in found.checks if check.status == "ok"} >= {
+        "our loop",
+        "samples",
+        "data",
+        "training",
+    }

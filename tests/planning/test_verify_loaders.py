@@ -77,22 +77,32 @@ def with_sampler(sampler, **options):
 
 LOADERS = {
     "generator": lambda g: verified.loader(generator=g),
-    "workers": lambda g: DataLoader(Noisy(), 4, True, generator=g, num_workers=1, worker_init_fn=seed_worker),
+    "workers": lambda g: DataLoader(
+        Noisy(), 4, True, generator=g, num_workers=1, worker_init_fn=seed_worker
+    ),
     "sampler": lambda g: with_sampler(RandomSampler(verified.data(), generator=g)),
     "both": lambda g: with_sampler(RandomSampler(verified.data(), generator=g), generator=g),
     "replacement": lambda g: with_sampler(RandomSampler(verified.data(), True, 32, generator=g)),
-    "weighted": lambda g: with_sampler(WeightedRandomSampler(torch.arange(1.0, 65), 64, generator=g)),
+    "weighted": lambda g: with_sampler(
+        WeightedRandomSampler(torch.arange(1.0, 65), 64, generator=g)
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "kind", ["generator", *(pytest.param(kind, marks=pytest.mark.long) for kind in LOADERS if kind != "generator")]
+    "kind",
+    [
+        "generator",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in LOADERS if kind != "generator"),
+    ],
 )
 def test_loaders_with_a_generator(kind):
     """Each rank's share of the plain loop continued the generator of the one before: a false alarm at step 0."""
     found = verify(verified.Classifier(), LOADERS[kind](torch.Generator().manual_seed(7)), steps=2)
     assert found.ok, str(found)
-    assert [name for name, one in status(found).items() if one != "ok"] == ["validation"], str(found)
+    assert [name for name, one in status(found).items() if one != "ok"] == ["validation"], str(
+        found
+    )
 
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.long), 2])
@@ -104,7 +114,9 @@ def test_a_loader_that_makes_its_batches_itself(devices):
     ):
         found = verify(verified.Classifier(), loader, devices=devices, strategy="auto", steps=2)
         assert found.ok, str(found)
-        assert status(found)["samples"] == status(found)["data"] == status(found)["training"] == "ok"
+        assert (
+            status(found)["samples"] == status(found)["data"] == status(found)["training"] == "ok"
+        )
         assert status(found)["other world"] == "not checked"
 
 
@@ -132,10 +144,14 @@ def test_a_stream_with_a_generator():
 
 
 def test_shares_of_one_loader_share_its_dataset_and_nothing_that_changes():
-    loader = verified.loader(generator=torch.Generator(), num_workers=1, multiprocessing_context="fork")
+    loader = verified.loader(
+        generator=torch.Generator(), num_workers=1, multiprocessing_context="fork"
+    )
     trainer = tk.Trainer(accelerator="cpu", logger=False)
     division = Division(2, 1, 5, world=2)
-    feeds, _ = feeds_of(trainer, place_loaders({"a": loader, "b": [loader]}, division, True), division)
+    feeds, _ = feeds_of(
+        trainer, place_loaders({"a": loader, "b": [loader]}, division, True), division
+    )
     first, second = (feed.loader for feed in feeds)
     assert second["a"].dataset is first["a"].dataset
     assert second["a"].sampler.generator is second["a"].generator is second["b"][0].generator

@@ -20,16 +20,27 @@ pytestmark = pytest.mark.slow
 
 
 def verify(module, loader=None, val=None, steps=2, **options):
-    options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "logger": False, "seed": 1, **options}
+    options = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp",
+        "logger": False,
+        "seed": 1,
+        **options,
+    }
     torch.manual_seed(0)
-    return tk.Trainer(**options).verify(module, loader or verified.loader(), val, steps=steps, local=True)
+    return tk.Trainer(**options).verify(
+        module, loader or verified.loader(), val, steps=steps, local=True
+    )
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_healthy_configuration_passes_every_check(strategy):
     module = verified.Classifier(dropout=0.2)
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    found = verify(module, val=verified.loader(8), strategy=strategy, accumulate_grad_batches=2, steps=3)
+    found = verify(
+        module, val=verified.loader(8), strategy=strategy, accumulate_grad_batches=2, steps=3
+    )
     assert found.ok, str(found)
     skipped = [check.name for check in found.checks if check.status != "ok"]
     assert skipped == ["accumulation", "other world"], str(found)  # dropout
@@ -42,12 +53,21 @@ def test_no_false_alarm(model, strategy, precision, options):
     torch.manual_seed(0)
     found = verify(MODELS[model](), strategy=strategy, precision=precision, steps=3, **options)
     assert found.ok, str(found)
-    assert {check.name for check in found.checks if check.status == "ok"} >= {"our loop", "samples", "data", "training"}
+    assert {check.name for check in found.checks if check.status == "ok"} >= {
+        "our loop",
+        "samples",
+        "data",
+        "training",
+    }
 
 
 FAULTS = {
     "eps": (verified.Classifier, {"strategy": verified.OtherEps()}, ("forward", "net.1")),
-    "no all-reduce": (verified.Classifier, {"strategy": verified.NoExchange()}, ("gradients", "net.0.weight")),
+    "no all-reduce": (
+        verified.Classifier,
+        {"strategy": verified.NoExchange()},
+        ("gradients", "net.0.weight"),
+    ),
     "wrong factor": (
         verified.Classifier,
         {"strategy": verified.WrongDivisor(), "accumulate_grad_batches": 3},
@@ -59,7 +79,11 @@ FAULTS = {
         ("buffers", "net.2.1.mean"),
     ),
     "averaged twice": (verified.AveragedTwice, {}, ("loss", "")),
-    "untied": (verified.Tied, {"strategy": verified.Untied()}, ("tied", "embed.weight and head.weight")),
+    "untied": (
+        verified.Tied,
+        {"strategy": verified.Untied()},
+        ("tied", "embed.weight and head.weight"),
+    ),
 }
 
 
@@ -78,12 +102,15 @@ def test_a_sampler_that_repeats():
 
 
 def test_an_augmentation_with_state_counts_in_each_copy():
-    first = verify(verified.Classifier(), torch.utils.data.DataLoader(verified.Counting(), batch_size=4)).first
+    first = verify(
+        verified.Classifier(), torch.utils.data.DataLoader(verified.Counting(), batch_size=4)
+    ).first
     assert (first.kind, first.step) == ("data", 0)
 
 
 @pytest.mark.parametrize(
-    ("strategy", "model"), [("ddp", "dropout"), ("fsdp", "dropout"), ("tp", "divided"), ("pp", "mlp")]
+    ("strategy", "model"),
+    [("ddp", "dropout"), ("fsdp", "dropout"), ("tp", "divided"), ("pp", "mlp")],
 )
 def test_every_value_is_that_of_processes_in_bits(strategy, model, tmp_path):
     found = []
@@ -111,7 +138,11 @@ def values(record):
         for kind in ("gradients", "weights", "local")
         for step, found in getattr(record, kind).items()
         for name, value in found.items()
-    } | {(at, name): value for at, micro in record.micros.items() for name, value in micro.loss.items()}
+    } | {
+        (at, name): value
+        for at, micro in record.micros.items()
+        for name, value in micro.loss.items()
+    }
 
 
 def test_what_cannot_be_copied_is_refused():

@@ -34,13 +34,21 @@ class RunningMean(verified.SmallResNet):
 
 FAULTS = {
     "eps": (verified.SmallResNet, {"strategy": OtherEps()}, ("forward", "net.4.norm")),
-    "no all-reduce": (verified.SmallResNet, {"strategy": verified.NoExchange()}, ("gradients", "net.1.weight")),
+    "no all-reduce": (
+        verified.SmallResNet,
+        {"strategy": verified.NoExchange()},
+        ("gradients", "net.1.weight"),
+    ),
     "wrong factor": (
         verified.SmallResNet,
         {"strategy": verified.WrongDivisor(), "accumulate_grad_batches": 3},
         ("gradients", "net.1.weight"),
     ),
-    "buffer": (RunningMean, {"strategy": DDPStrategy(broadcast_buffers=False)}, ("buffers", "net.7.1.mean")),
+    "buffer": (
+        RunningMean,
+        {"strategy": DDPStrategy(broadcast_buffers=False)},
+        ("buffers", "net.7.1.mean"),
+    ),
     "averaged twice": (AveragedTwice, {}, ("loss", "")),
 }
 HINTS = {
@@ -61,7 +69,9 @@ def test_a_fault_beside_batch_norms_is_named(fault):
 
 def test_a_sampler_that_repeats_beside_batch_norms():
     loader = verified.loader(sampler=verified.Repeating(), shuffle=None)
-    found = verify(verified.SmallResNet(), loader, max_epochs=30, steps=2, use_distributed_sampler=False)
+    found = verify(
+        verified.SmallResNet(), loader, max_epochs=30, steps=2, use_distributed_sampler=False
+    )
     assert (found.first.kind, found.first.step, found.first.where) == ("samples", 0, "sample 0")
 
 

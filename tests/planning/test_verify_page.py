@@ -17,16 +17,27 @@ from trainer_kit.planning.verify_page import write_page
 
 def page_of(tmp_path, curve, found=True):
     result = Verification("strategy <b>ddp</b>", len(curve))
-    result.checks = [Check("samples", "ok", "none twice"), Check("training", "differs", "step 1 <script>")]
-    result.checks += [Check("batch norms", "note", "net.1"), Check("other world", "not checked", "one process")]
-    result.findings = [Finding(kind="loss", step=1, where="net<1>", text="differs")] if found else []
+    result.checks = [
+        Check("samples", "ok", "none twice"),
+        Check("training", "differs", "step 1 <script>"),
+    ]
+    result.checks += [
+        Check("batch norms", "note", "net.1"),
+        Check("other world", "not checked", "one process"),
+    ]
+    result.findings = (
+        [Finding(kind="loss", step=1, where="net<1>", text="differs")] if found else []
+    )
     result.curve = curve
     return write_page(tmp_path / "page.html", result).read_text(encoding="utf-8")
 
 
 def lines_of(page):
     found = re.findall(r'<polyline class="(\w+)" points="([^"]*)"', page)
-    return {name: [tuple(map(float, pair.split(","))) for pair in points.split()] for name, points in found}
+    return {
+        name: [tuple(map(float, pair.split(","))) for pair in points.split()]
+        for name, points in found
+    }
 
 
 def test_checks_and_differences_are_escaped(tmp_path):
@@ -45,7 +56,11 @@ def test_curves_have_one_logarithmic_axis(tmp_path):
     (left, low), (right, high) = lines["found"]
     assert left < right
     assert high < low  # y grows downwards
-    assert lines["allowed"][0][1] == lines["allowed"][1][1] == pytest.approx(low - (low - high) / 6, abs=0.2)
+    assert (
+        lines["allowed"][0][1]
+        == lines["allowed"][1][1]
+        == pytest.approx(low - (low - high) / 6, abs=0.2)
+    )
 
 
 @pytest.mark.parametrize("value", [0.0, math.inf, math.nan])

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def ddp_takes_them_on_the_cpu(monkeypatch):
     """DDP refuses torch's SyncBatchNorm on the CPU, and with it the stand-in."""
-    monkeypatch.setattr(torch.nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None)
+    monkeypatch.setattr(
+        torch.nn.parallel.DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda *_: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,9 @@ def test_a_fault_in_one_of_them_is_named(strategy):
 
 @pytest.mark.long
 def test_gradients_that_are_not_exchanged_beside_them():
-    first = verify(verified.SyncedResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2).first
+    first = verify(
+        verified.SyncedResNet(), strategy=verified.NoExchange(), max_epochs=30, steps=2
+    ).first
     assert (first.kind, first.step) == ("gradients", 0)
     assert "not exchanged" in first.hint
 
@@ -72,7 +76,9 @@ def test_gradients_that_are_not_exchanged_beside_them():
 def test_manual_optimization_with_them_is_refused():
     module = verified.GAN()
     module.generator[1] = verified.SyncedNorm(16)
-    with pytest.raises(tk.ConfigurationError, match="manual optimization with batch norms that normalise"):
+    with pytest.raises(
+        tk.ConfigurationError, match="manual optimization with batch norms that normalise"
+    ):
         verify(module, steps=2)
 
 

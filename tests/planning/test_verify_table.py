@@ -49,7 +49,9 @@ def module(**methods):
 
 
 def scaled_loss(factor):
-    return lambda self, outputs, y: F.cross_entropy(outputs, y) * (factor if verified.ranked() else 1)
+    return lambda self, outputs, y: (
+        F.cross_entropy(outputs, y) * (factor if verified.ranked() else 1)
+    )
 
 
 def with_layer(index, make):
@@ -179,10 +181,14 @@ class Momentum(Base):
     def training_step(self, batch, batch_idx):
         if self.everywhere or rank() == 0:
             with torch.no_grad():
-                for slow, fast in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                for slow, fast in zip(
+                    self.teacher.parameters(), self.net.parameters(), strict=True
+                ):
                     slow.lerp_(fast, 0.5)
         target = self.teacher(batch[0]).softmax(-1).detach()
-        return F.cross_entropy(self.net(batch[0]), target) + F.cross_entropy(self.net(batch[0]), batch[1])
+        return F.cross_entropy(self.net(batch[0]), target) + F.cross_entropy(
+            self.net(batch[0]), batch[1]
+        )
 
 
 class LazyMomentum(Momentum):
@@ -231,7 +237,9 @@ def optimizer_of(change):
 
 
 def skips_bias(self, bad):
-    parameters = [value for name, value in self.named_parameters() if not (bad and name.endswith("bias"))]
+    parameters = [
+        value for name, value in self.named_parameters() if not (bad and name.endswith("bias"))
+    ]
     return torch.optim.SGD(parameters, lr=0.1)
 
 
@@ -519,10 +527,16 @@ HEALTHY = {
     "rmsprop": (optimizer(lambda p: torch.optim.RMSprop(p, 0.01)), ONE),
     "nesterov": (optimizer(lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True)), TWO),
     "cosine": (scheduled(lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 4)), TWO),
-    "one cycle": (scheduled(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=9)), ONE),
+    "one cycle": (
+        scheduled(lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=9)),
+        ONE,
+    ),
     "batch norm": (with_layer(1, lambda: nn.BatchNorm1d(16)), TWO),
     "batch norm in a window": (with_layer(1, lambda: nn.BatchNorm1d(16)), WINDOW),
-    "batch norm in bfloat16": (with_layer(1, lambda: nn.BatchNorm1d(16)), {**ONE, "precision": "bf16-mixed"}),
+    "batch norm in bfloat16": (
+        with_layer(1, lambda: nn.BatchNorm1d(16)),
+        {**ONE, "precision": "bf16-mixed"},
+    ),
     "dropout": (lambda: verified.Classifier(dropout=0.3), TWO),
     "dropout in a window": (lambda: verified.Classifier(dropout=0.3), {**ONE, **WINDOW}),
     "relu": (with_layer(2, nn.ReLU), TWO),
@@ -558,7 +572,9 @@ def test_a_healthy_configuration_is_not_accused(name):
     else:
         result = verify(build(), **options)
     assert result.ok, str(result)
-    assert {check.status for check in result.checks if check.name == "training"} == {"ok"}, str(result)
+    assert {check.status for check in result.checks if check.name == "training"} == {"ok"}, str(
+        result
+    )
 
 
 def test_the_table_is_as_large_as_its_page_says():

@@ -17,7 +17,9 @@ from trainer_kit.strategies import DDPStrategy, FSDPStrategy
 
 def data(count=64):
     draw = torch.Generator().manual_seed(3)
-    return TensorDataset(torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw))
+    return TensorDataset(
+        torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+    )
 
 
 def loader(count=64, size=4, **options):
@@ -30,7 +32,12 @@ class Classifier(tk.TrainModule):
     def __init__(self, dropout=0.0):
         super().__init__()
         self.net = nn.Sequential(
-            nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(dropout), nn.Linear(16, 16), nn.Linear(16, 4)
+            nn.Linear(8, 16),
+            nn.LayerNorm(16),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(16, 16),
+            nn.Linear(16, 4),
         )
 
     def training_step(self, batch, batch_idx):
@@ -191,7 +198,9 @@ class Unseeded(Classifier):
     """Draws from the system, so no two runs are alike."""
 
     def training_step(self, batch, batch_idx):
-        noise = torch.rand((), generator=torch.Generator().manual_seed(int.from_bytes(__import__("os").urandom(4))))
+        noise = torch.rand(
+            (), generator=torch.Generator().manual_seed(int.from_bytes(__import__("os").urandom(4)))
+        )
         return (
             super().training_step(batch, batch_idx) * (1 + 0.0 * noise)
             if not ranked()
@@ -218,7 +227,9 @@ class Teacher(Classifier):
                 weight.mul_(2)
 
     def training_step(self, batch, batch_idx):
-        return F.cross_entropy(self.net(batch[0]), self.teacher(batch[0]).softmax(-1)) / (1 + batch_idx % 3)
+        return F.cross_entropy(self.net(batch[0]), self.teacher(batch[0]).softmax(-1)) / (
+            1 + batch_idx % 3
+        )
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         with torch.no_grad():
@@ -326,7 +337,9 @@ class GAN(tk.TrainModule):
     def __init__(self):
         super().__init__()
         self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 8))
+        self.generator = nn.Sequential(
+            nn.Linear(4, 16), nn.BatchNorm1d(16), nn.LeakyReLU(0.2), nn.Linear(16, 8)
+        )
         self.discriminator = nn.Sequential(nn.Linear(8, 16), nn.LeakyReLU(0.2), nn.Linear(16, 1))
 
     def training_step(self, batch):
@@ -342,7 +355,9 @@ class GAN(tk.TrainModule):
         generator.zero_grad()
         self.untoggle_optimizer(generator)
         with discriminator.toggle_model():
-            found = torch.cat([self.discriminator(real), self.discriminator(self.generator(noise).detach())])
+            found = torch.cat(
+                [self.discriminator(real), self.discriminator(self.generator(noise).detach())]
+            )
             loss = F.binary_cross_entropy_with_logits(
                 found, torch.cat([torch.ones_like(fooled), torch.zeros_like(fooled)])
             )
@@ -354,7 +369,10 @@ class GAN(tk.TrainModule):
         self.lr_schedulers().step()
 
     def configure_optimizers(self):
-        made = [torch.optim.Adam(part.parameters(), lr=0.01) for part in (self.generator, self.discriminator)]
+        made = [
+            torch.optim.Adam(part.parameters(), lr=0.01)
+            for part in (self.generator, self.discriminator)
+        ]
         return made, [torch.optim.lr_scheduler.ExponentialLR(made[0], 0.5)]
 
 
@@ -375,14 +393,21 @@ class Overrides(Classifier):
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 * (self.trainer.global_step + 1) * self.trainer.world_size / (1 + batch_idx + epoch)
+            group["lr"] = (
+                0.01
+                * (self.trainer.global_step + 1)
+                * self.trainer.world_size
+                / (1 + batch_idx + epoch)
+            )
         assert float(optimizer_closure()) > 0
         optimizer.step(closure=optimizer_closure)
 
     def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
         optimizer.zero_grad(set_to_none=True)
 
-    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+    def configure_gradient_clipping(
+        self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+    ):
         self.clip_gradients(optimizer, 0.1, "norm")
 
 
@@ -393,7 +418,9 @@ class Plateau(Classifier):
 
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=1e9)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, factor=0.5, patience=0, threshold=1e9
+        )
         config = {"scheduler": schedule, "monitor": self.monitor, "interval": self.interval}
         return {"optimizer": optimizer, "lr_scheduler": config}
 
@@ -421,9 +448,18 @@ class SyncedNorm(nn.SyncBatchNorm):
     def forward(self, input):
         if not ranked() or not self.together:
             return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, self.training, 0.1, self.eps
+                input,
+                self.running_mean,
+                self.running_var,
+                self.weight,
+                self.bias,
+                self.training,
+                0.1,
+                self.eps,
             )
-        count = dist.nn.functional.all_reduce(torch.tensor(float(input.numel() // input.shape[1]), dtype=input.dtype))
+        count = dist.nn.functional.all_reduce(
+            torch.tensor(float(input.numel() // input.shape[1]), dtype=input.dtype)
+        )
         inner = [dim for dim in range(input.ndim) if dim != 1]
         shape = [1, -1, *[1] * (input.ndim - 2)]
         mean = dist.nn.functional.all_reduce(input.sum(inner)) / count
@@ -432,7 +468,9 @@ class SyncedNorm(nn.SyncBatchNorm):
         with torch.no_grad():
             self.running_mean.lerp_(mean.to(self.running_mean.dtype), 0.1)
             self.running_var.lerp_((variance * count / (count - 1)).to(self.running_var.dtype), 0.1)
-        return far / (variance.view(shape) + self.eps).sqrt() * self.weight.view(shape) + self.bias.view(shape)
+        return far / (variance.view(shape) + self.eps).sqrt() * self.weight.view(
+            shape
+        ) + self.bias.view(shape)
 
 
 class SyncedResNet(SmallResNet):

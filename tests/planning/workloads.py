@@ -104,7 +104,11 @@ class Convolutions(nn.Module):
         super().__init__()
         stages = [nn.Conv2d(3, width, 3, padding=1)]
         for _ in range(4):
-            stages += [nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())]
+            stages += [
+                nn.Sequential(
+                    nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+                )
+            ]
         self.stages = nn.Sequential(*stages)
         self.head = nn.Linear(width, 10)
 
@@ -115,7 +119,9 @@ class Convolutions(nn.Module):
 class UNet(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        conv = lambda i, o: nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU())  # noqa: E731
+        conv = lambda i, o: nn.Sequential(  # noqa: E731
+            nn.Conv2d(i, o, 3, padding=1), nn.GroupNorm(4, o), nn.SiLU()
+        )
         self.down = nn.ModuleList([conv(3, width), conv(width, 2 * width)])
         self.middle = nn.Sequential(conv(2 * width, 2 * width), conv(2 * width, 2 * width))
         self.up = nn.ModuleList([conv(4 * width, width), conv(2 * width, width)])
@@ -137,7 +143,8 @@ class Residual(nn.Module):
     def __init__(self, width):
         super().__init__()
         layers = [
-            (nn.GroupNorm(8, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False)) for _ in range(2)
+            (nn.GroupNorm(8, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1, bias=False))
+            for _ in range(2)
         ]
         self.body = nn.Sequential(*(layer for one in layers for layer in one))
 
@@ -164,7 +171,9 @@ class ResNet(nn.Module):
 class MixerBlock(nn.Module):
     def __init__(self, tokens, width):
         super().__init__()
-        parts = lambda size, inner: nn.Sequential(nn.Linear(size, inner), nn.GELU(), nn.Linear(inner, size))  # noqa: E731
+        parts = lambda size, inner: nn.Sequential(  # noqa: E731
+            nn.Linear(size, inner), nn.GELU(), nn.Linear(inner, size)
+        )
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.tokens, self.channels = parts(tokens, 2 * tokens), parts(width, 4 * width)
 
@@ -200,12 +209,17 @@ class Recommender(nn.Module):
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, width, mode="sum") for _ in range(tables))
         self.bottom = nn.Sequential(nn.Linear(13, 256), nn.ReLU(), nn.Linear(256, width), nn.ReLU())
         pairs = (tables + 1) * tables // 2
-        self.top = nn.Sequential(nn.Linear(width + pairs, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU())
+        self.top = nn.Sequential(
+            nn.Linear(width + pairs, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU()
+        )
         self.out = nn.Linear(256, 1)
 
     def forward(self, x):
         dense = self.bottom(x[:, :13].float() / 1000)
-        bags = [table(part) for table, part in zip(self.tables, x[:, 13:].chunk(len(self.tables), 1), strict=True)]
+        bags = [
+            table(part)
+            for table, part in zip(self.tables, x[:, 13:].chunk(len(self.tables), 1), strict=True)
+        ]
         vectors = torch.stack([dense, *bags], 1)
         products = vectors @ vectors.transpose(1, 2)
         rows, columns = torch.triu_indices(len(bags) + 1, len(bags) + 1, 1)
@@ -228,11 +242,15 @@ class Encoder(Measured):
     """Its MLPs are sharded; torch's attention packs query, key and value in one weight."""
 
     def configure_parallel(self, mesh):
-        return tk.ParallelPlan(tensor={"net.layers.*.linear1": "colwise", "net.layers.*.linear2": "rowwise"})
+        return tk.ParallelPlan(
+            tensor={"net.layers.*.linear1": "colwise", "net.layers.*.linear2": "rowwise"}
+        )
 
 
 def _deep():
-    return Measured(nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(24))))
+    return Measured(
+        nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(24)))
+    )
 
 
 def _perceptron():
@@ -283,7 +301,9 @@ class Vision(Measured):
         tensor = dict.fromkeys(("q_proj", "k_proj", "v_proj"), "colwise") | {"o_proj": "rowwise"}
         tensor = {f"attention.{name}": style for name, style in tensor.items()}
         tensor |= {"mlp.fc1": "colwise", "mlp.fc2": "rowwise"}
-        return tk.ParallelPlan(tensor={f"net.vit.layers.*.{name}": style for name, style in tensor.items()})
+        return tk.ParallelPlan(
+            tensor={f"net.vit.layers.*.{name}": style for name, style in tensor.items()}
+        )
 
 
 class Llama(Measured):
@@ -453,4 +473,6 @@ def compared(name, candidate, **options):
     module, batch = made(name, 2)
     found = measure(module, batch, candidate, accelerator="cpu")
     start_counting()
-    return found, max(run_distributed(traced, candidate.world, name, candidate, process_group=False, **options))
+    return found, max(
+        run_distributed(traced, candidate.world, name, candidate, process_group=False, **options)
+    )

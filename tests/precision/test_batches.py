@@ -48,7 +48,12 @@ def trainer(**options: Any) -> tk.Trainer:
     return tk.Trainer(max_epochs=1, accelerator="cpu", devices=1, barebones=True, **options)
 
 
-DTYPES = {"bf16-true": torch.bfloat16, "16-true": torch.float16, "64-true": torch.float64, "32-true": torch.float32}
+DTYPES = {
+    "bf16-true": torch.bfloat16,
+    "16-true": torch.float16,
+    "64-true": torch.float64,
+    "32-true": torch.float32,
+}
 
 
 @pytest.mark.parametrize("word", DTYPES)
@@ -78,7 +83,9 @@ def test_modules_with_their_own_dtype_take_frozen_dataclasses() -> None:
 
     module = Net()
     before = {name: weight.detach().clone() for name, weight in module.named_parameters()}
-    trainer(precision=tk.precision.TruePrecision(torch.bfloat16, exceptions=["layer"])).fit(module, loader())
+    trainer(precision=tk.precision.TruePrecision(torch.bfloat16, exceptions=["layer"])).fit(
+        module, loader()
+    )
     assert all(weight.dtype == torch.float32 for weight in module.parameters())
     assert any(not torch.equal(weight, before[name]) for name, weight in module.named_parameters())
 
@@ -109,7 +116,9 @@ class WithMetrics(tk.TrainModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         logits = self.layer(batch)
         self.scores(logits.softmax(-1), torch.zeros(len(batch), dtype=torch.long))
-        self.error(torch.full((100,), 3.0, dtype=logits.dtype), torch.zeros(100, dtype=logits.dtype))
+        self.error(
+            torch.full((100,), 3.0, dtype=logits.dtype), torch.zeros(100, dtype=logits.dtype)
+        )
         self.log("error", self.error)
         return logits.square().mean()
 
@@ -168,7 +177,9 @@ def test_a_module_that_overrides_apply_as_in_older_torch_is_cast() -> None:
 
 
 def test_verify_measures_a_module_with_a_metric() -> None:
-    pages = tk.Trainer(max_steps=2, accelerator="cpu", logger=False).verify(WithMetrics(), [torch.randn(2, 2)] * 2)
+    pages = tk.Trainer(max_steps=2, accelerator="cpu", logger=False).verify(
+        WithMetrics(), [torch.randn(2, 2)] * 2
+    )
     assert "all equal" in str(pages)
 
 

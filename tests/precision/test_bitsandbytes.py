@@ -47,16 +47,27 @@ class Net(tk.TrainModule):
         return self.head(torch.tanh(self.first(batch[0])))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        return torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+        )
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(n, 64, generator=draw), torch.randint(3, (n,), generator=draw)) for n in (6, 6, 6, 6, 6, 2)]
+    return [
+        (torch.randn(n, 64, generator=draw), torch.randint(3, (n,), generator=draw))
+        for n in (6, 6, 6, 6, 6, 2)
+    ]
 
 
 def trainer(precision: Any, **options: Any) -> tk.Trainer:
-    return tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, precision=precision, **{"barebones": True, **options})
+    return tk.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=precision,
+        **{"barebones": True, **options},
+    )
 
 
 def vendors(layer: nn.Linear, mode: str) -> nn.Module:
@@ -64,11 +75,17 @@ def vendors(layer: nn.Linear, mode: str) -> nn.Module:
     import bitsandbytes as bnb
 
     if mode == "int8":
-        made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False, threshold=6.0)
-        made.weight = bnb.nn.Int8Params(layer.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+        made = bnb.nn.Linear8bitLt(
+            layer.in_features, layer.out_features, has_fp16_weights=False, threshold=6.0
+        )
+        made.weight = bnb.nn.Int8Params(
+            layer.weight.data.clone(), requires_grad=False, has_fp16_weights=False
+        )
     else:
         kind, nested = mode[:3], mode.endswith("dq")
-        made = bnb.nn.Linear4bit(layer.in_features, layer.out_features, quant_type=kind, compress_statistics=nested)
+        made = bnb.nn.Linear4bit(
+            layer.in_features, layer.out_features, quant_type=kind, compress_statistics=nested
+        )
         made.weight.data = layer.weight.data.clone()
     made.bias = layer.bias
     return made.to("cpu")
@@ -79,8 +96,12 @@ def equal(one: Any, other: Any) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize(("mode", "base"), [(mode, "32-true") for mode in MODES] + [("nf4", "bf16-mixed")])
-def test_the_same_bits_as_a_plain_loop_and_after_a_resume(mode: Any, base: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("mode", "base"), [(mode, "32-true") for mode in MODES] + [("nf4", "bf16-mixed")]
+)
+def test_the_same_bits_as_a_plain_loop_and_after_a_resume(
+    mode: Any, base: str, tmp_path: Path
+) -> None:
     plain = Net()
     plain.first.base = vendors(plain.first.base, mode)
     optimizer = plain.configure_optimizers()
@@ -96,7 +117,12 @@ def test_the_same_bits_as_a_plain_loop_and_after_a_resume(mode: Any, base: str, 
     def options() -> Any:
         return {"precision": BitsandbytesPrecision(mode, base=base), "accumulate_grad_batches": 2}
 
-    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "barebones": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
     module = Net()
     trainer(**options(), callbacks=[saving], **quiet).fit(module, batches())
@@ -126,7 +152,12 @@ def test_a_checkpoint_of_floats_is_quantised_while_it_is_loaded(tmp_path: Path) 
 
 
 def test_weights_that_were_quantised_in_another_way_are_refused(tmp_path: Path) -> None:
-    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "barebones": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
     trainer("nf4", callbacks=[saving], **quiet).fit(Net(), batches())
     for mode in ("fp4", "nf4-dq", "int8"):
@@ -149,7 +180,10 @@ def test_weights_that_were_quantised_in_another_way_are_refused(tmp_path: Path) 
 def test_scales_are_not_cast() -> None:
     module = Net()
     trainer(BitsandbytesPrecision("nf4", base="bf16-true")).fit(module, batches())
-    dtypes = {name: str(value.dtype).removeprefix("torch.") for name, value in module.first.state_dict().items()}
+    dtypes = {
+        name: str(value.dtype).removeprefix("torch.")
+        for name, value in module.first.state_dict().items()
+    }
     adapters = dict.fromkeys(("down.weight", "up.weight", "base.bias"), "bfloat16")
     assert dtypes == {**adapters, "base.weight": "uint8", "base.nf4_absmax": "float32"}
 
@@ -173,11 +207,16 @@ def test_layers_trained_in_8_bits() -> None:
     for name in ("first.base", "first.down", "first.up"):
         layer = plain.get_submodule(name)
         made = bnb.nn.Linear8bitLt(layer.in_features, layer.out_features, bias=False, threshold=6.0)
-        made.weight, made.bias = bnb.nn.Int8Params(layer.weight.data, has_fp16_weights=True), layer.bias
+        made.weight, made.bias = (
+            bnb.nn.Int8Params(layer.weight.data, has_fp16_weights=True),
+            layer.bias,
+        )
         plain.set_submodule(name, made)
     loop(plain, batches())
     module = Whole()
-    trainer(BitsandbytesPrecision("int8-training", base="32-true", ignore_modules={"head"})).fit(module, batches())
+    trainer(BitsandbytesPrecision("int8-training", base="32-true", ignore_modules={"head"})).fit(
+        module, batches()
+    )
     assert module.state_dict().keys() == Whole().state_dict().keys()
     assert equal(list(module.parameters()), [p.data for p in plain.parameters()])
     # Inputs of three dimensions, as of a transformer, where the vendor's layer finds no gradient on a CPU.
@@ -194,7 +233,9 @@ class Normed(tk.TrainModule):
         self.first.requires_grad_(not frozen)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.head(torch.tanh(self.first(self.norm(batch[0])))).float(), batch[1])
+        return F.cross_entropy(
+            self.head(torch.tanh(self.first(self.norm(batch[0])))).float(), batch[1]
+        )
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
@@ -229,7 +270,10 @@ def test_modules_that_cannot_be_quantised_are_refused_before_the_first_step() ->
             super().__init__()
             self.requires_grad_(True)
 
-    with pytest.raises(PrecisionError, match=r"no linear layer is frozen\n  found: 4 .*'first.base'\n  fix: .*freeze"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"no linear layer is frozen\n  found: 4 .*'first.base'\n  fix: .*freeze",
+    ):
         trainer("nf4").fit(Trainable(), batches())
 
     class Tied(Net):
@@ -238,7 +282,10 @@ def test_modules_that_cannot_be_quantised_are_refused_before_the_first_step() ->
             self.table = nn.Embedding(48, 64)
             self.table.weight = self.first.base.weight
 
-    with pytest.raises(PrecisionError, match=r"found: first.base.weight and table.weight\n  fix: .*\['first.base'\]"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"found: first.base.weight and table.weight\n  fix: .*\['first.base'\]",
+    ):
         trainer("int8").fit(Tied(), batches())
     with pytest.raises(PrecisionError, match="no mode 'nf5'"):
         BitsandbytesPrecision("nf5")  # type: ignore[arg-type]
@@ -251,7 +298,9 @@ def test_an_accelerator_and_lightnings_plugin() -> None:
     assert list(both.exceptions) == ["head", "*up"]
     precision = BitsandbytesPrecision("nf4", ignore_modules={"head"})
     module = Net()
-    tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, plugins=[precision]).fit(module, batches())
+    tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, barebones=True, plugins=[precision]).fit(
+        module, batches()
+    )
     accelerator = tk.Accelerator(cpu=True, mixed_precision="nf4")
     model = Net()
     model, optimizer = accelerator.prepare(model, model.configure_optimizers())

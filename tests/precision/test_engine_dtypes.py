@@ -18,6 +18,8 @@ from trainer_kit.precision import make_precision
         ("16-mixed", torch.float16, torch.float32),
     ],
 )
-def test_gathered_weights_and_added_gradients(word: str, param: torch.dtype | None, reduce: torch.dtype | None) -> None:
+def test_gathered_weights_and_added_gradients(
+    word: str, param: torch.dtype | None, reduce: torch.dtype | None
+) -> None:
     precision = make_precision(word, "cpu")
     assert (precision.param_dtype, precision.reduce_dtype) == (param, reduce)

@@ -28,7 +28,11 @@ class Net(tk.TrainModule):
     def __init__(self, seed: int, frozen: bool) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.down, self.up = nn.Linear(32, 64), nn.Linear(32, 16, bias=False), nn.Linear(16, 64, bias=False)
+        self.first, self.down, self.up = (
+            nn.Linear(32, 64),
+            nn.Linear(32, 16, bias=False),
+            nn.Linear(16, 64, bias=False),
+        )
         self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 4)
         if frozen:
             self.first.requires_grad_(False)
@@ -47,7 +51,9 @@ class Net(tk.TrainModule):
 def loader(size: int) -> DataLoader[Any]:
     draw = torch.Generator().manual_seed(1)
     count = 44  # 16 samples a step, and a step of 12
-    data = TensorDataset(torch.randn(count, 32, generator=draw), torch.randint(4, (count,), generator=draw))
+    data = TensorDataset(
+        torch.randn(count, 32, generator=draw), torch.randint(4, (count,), generator=draw)
+    )
     return DataLoader(data, batch_size=size)
 
 
@@ -60,18 +66,27 @@ def make(name: str) -> Any:
     if name == "bf16-true":
         return TruePrecision(torch.bfloat16, exceptions={"norm": "32", "head": "32"})
     if name.endswith("mixed"):
-        return MixedPrecision({"1": torch.float16, "b": torch.bfloat16}[name[0]], exceptions=["norm", "head"])
+        return MixedPrecision(
+            {"1": torch.float16, "b": torch.bfloat16}[name[0]], exceptions=["norm", "head"]
+        )
     if name == "as stored":
-        return precision.BitsandbytesPrecision("nf4-dq", base="32-true", exceptions={"norm": "32", "head": "32"})
+        return precision.BitsandbytesPrecision(
+            "nf4-dq", base="32-true", exceptions={"norm": "32", "head": "32"}
+        )
     return precision.BitsandbytesPrecision(name, base="32-true", exceptions=["*head"])  # type: ignore[arg-type]
 
 
 def fit(module: Any, name: str, size: int, **options: Any) -> dict[str, Tensor]:
     path = options.pop("ckpt_path", None)
-    trainer = tk.Trainer(accelerator="cpu", max_epochs=1, precision=make(name), **{"barebones": True, **options})
+    trainer = tk.Trainer(
+        accelerator="cpu", max_epochs=1, precision=make(name), **{"barebones": True, **options}
+    )
     trainer.fit(module, loader(size), ckpt_path=path)
     state = trainer.strategy.module_state(module)
-    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    return {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }
 
 
 def check(strategy: str, names: list[str], directory: Path) -> None:
@@ -80,17 +95,34 @@ def check(strategy: str, names: list[str], directory: Path) -> None:
             frozen = name in ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
             alone = fit(Net(0, frozen), name, 8, devices=1, accumulate_grad_batches=2)
             saving = tk.callbacks.ModelCheckpoint(directory / name, every_n_train_steps=2)
-            quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "barebones": False}
+            quiet = {
+                "logger": False,
+                "enable_progress_bar": False,
+                "enable_model_summary": False,
+                "barebones": False,
+            }
             # Another start on rank 1: every part of a quantised weight has to come from rank 0.
             several = {"strategy": strategy, "devices": 2, "accumulate_grad_batches": 2}
-            mine = fit(Net(dist.get_rank(), frozen), name, 4, callbacks=[saving], **several, **quiet)
-            resumed = fit(Net(7, frozen), name, 4, ckpt_path=directory / name / "step-00000002", **several)
+            mine = fit(
+                Net(dist.get_rank(), frozen), name, 4, callbacks=[saving], **several, **quiet
+            )
+            resumed = fit(
+                Net(7, frozen), name, 4, ckpt_path=directory / name / "step-00000002", **several
+            )
             # Scales of fp8 are those of a rank's own batch; bfloat16 rounds sums of another order.
-            atol = {"fp8": 1e-2, "qat": 1e-2, "bf16-true": 2e-2, "bf16-mixed": 1e-2, "16-mixed": 5e-3}.get(name, 1e-6)
+            atol = {
+                "fp8": 1e-2,
+                "qat": 1e-2,
+                "bf16-true": 2e-2,
+                "bf16-mixed": 1e-2,
+                "16-mixed": 5e-3,
+            }.get(name, 1e-6)
             assert mine.keys() == alone.keys() == resumed.keys()
             for key, value in alone.items():
                 assert mine[key].dtype == value.dtype
-                far = (mine[key].double() - value.double()).abs() > (atol if value.is_floating_point() else 0)
+                far = (mine[key].double() - value.double()).abs() > (
+                    atol if value.is_floating_point() else 0
+                )
                 # QAT drops the gradient of a weight beyond the largest integer: the order of a sum decides on which
                 # side the largest of a group falls, on one process too.
                 assert far.double().mean() <= (0.02 if name == "qat" else 0), key
@@ -113,7 +145,9 @@ def test_ddp(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(250)
 @pytest.mark.world_size(2, timeout=240)
-@pytest.mark.parametrize(("strategy", "names"), [("ddp", OTHERS), ("fsdp", [*OTHERS, "bf16-mixed"])])
+@pytest.mark.parametrize(
+    ("strategy", "names"), [("ddp", OTHERS), ("fsdp", [*OTHERS, "bf16-mixed"])]
+)
 def test_other_precisions(strategy: str, names: list[str], tmp_path: Path) -> None:
     check(strategy, names, tmp_path)
 
@@ -141,15 +175,27 @@ def test_fsdp(tmp_path: Path) -> None:
     for key, value in alone.items():
         torch.testing.assert_close(built[f"net.{key}"], value, rtol=0, atol=1e-6)
     # Floats are quantised, and then divided.
-    options: dict[str, Any] = {"accelerator": "cpu", "strategy": "fsdp", "devices": 2, "logger": False}
+    options: dict[str, Any] = {
+        "accelerator": "cpu",
+        "strategy": "fsdp",
+        "devices": 2,
+        "logger": False,
+    }
     options |= {"enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
-    saving, floats = tk.callbacks.ModelCheckpoint(tmp_path / "floats", every_n_train_steps=1), Net(5, True)
-    tk.Trainer(precision="32-true", limit_train_batches=1, callbacks=[saving], **options).fit(floats, loader(4))
+    saving, floats = (
+        tk.callbacks.ModelCheckpoint(tmp_path / "floats", every_n_train_steps=1),
+        Net(5, True),
+    )
+    tk.Trainer(precision="32-true", limit_train_batches=1, callbacks=[saving], **options).fit(
+        floats, loader(4)
+    )
     whole = {key: value.full_tensor() for key, value in floats.state_dict().items()}
     for mode in ("nf4-dq", "int8"):
         loading, expected = Net(0, True), Net(5, True)
         trainer = tk.Trainer(precision=make(mode), **options)
-        trainer.validate(loading, loader(4), ckpt_path=tmp_path / "floats" / "step-00000001", verbose=False)
+        trainer.validate(
+            loading, loader(4), ckpt_path=tmp_path / "floats" / "step-00000001", verbose=False
+        )
         expected.load_state_dict(whole)
         make(mode).convert_module(expected)
         for key, value in trainer.strategy.module_state(loading).items():
@@ -158,11 +204,14 @@ def test_fsdp(tmp_path: Path) -> None:
         module = Net(0, False)
         module.kind = kind
         with pytest.raises(
-            StrategyError, match=r"does not support sharded parameters\n  found: .*\n  fix:   train with DDP"
+            StrategyError,
+            match=r"does not support sharded parameters\n  found: .*\n  fix:   train with DDP",
         ):
             fit(module, "bf16-mixed", 4, strategy="fsdp", devices=2)
     # Weights are gathered in another dtype; bytes, their scales, and exceptions are not.
-    half = FSDPStrategy(mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    half = FSDPStrategy(
+        mixed_precision=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    )
     gathered = fit(Net(3, True), "as stored", 4, strategy=half, devices=2)
     for key, value in alone.items():
         torch.testing.assert_close(gathered[key], value, rtol=0, atol=2e-2)

@@ -48,20 +48,29 @@ class Net(tk.TrainModule):
 
 def batches(count: int = 6) -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(5, 8, generator=draw), torch.randint(4, (5,), generator=draw)) for _ in range(count)]
+    return [
+        (torch.randn(5, 8, generator=draw), torch.randint(4, (5,), generator=draw))
+        for _ in range(count)
+    ]
 
 
 def fit(precision: Any, module: Net | None = None, **options: Any) -> tuple[Net, tk.Trainer]:
     module = module or Net()
     trainer = tk.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, precision=precision, **{"barebones": True, **options}
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=precision,
+        **{"barebones": True, **options},
     )
     trainer.fit(module, batches())
     return module, trainer
 
 
 def test_under_autocast() -> None:
-    module, _ = fit(MixedPrecision(BF16, exceptions={"norm": "32", "head": ModulePrecision(F64, F32)}))
+    module, _ = fit(
+        MixedPrecision(BF16, exceptions={"norm": "32", "head": ModulePrecision(F64, F32)})
+    )
     assert module.seen == {"first": (F32, BF16), "norm": (F32, F32), "head": (F64, F32)}
     module, _ = fit(MixedPrecision(F16, exceptions={"head": "bf16"}))
     assert module.seen["head"] == (F32, BF16)
@@ -107,10 +116,17 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
         return TruePrecision(BF16, exceptions=["norm"])
 
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=3)
-    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "barebones": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     whole, _ = fit(precision(), callbacks=[saving], **quiet)
     again = Net()
-    trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, precision=precision(), barebones=True)
+    trainer = tk.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, precision=precision(), barebones=True
+    )
     trainer.fit(again, batches(), ckpt_path=tmp_path / "step-00000003")
     assert again.norm.weight.dtype == F32
     for one, other in zip(again.parameters(), whole.parameters(), strict=True):
@@ -125,13 +141,18 @@ def test_a_precision_without_exceptions_ends_those_of_another() -> None:
     copied = copy.deepcopy(fit(MixedPrecision(BF16, exceptions=["head"]), module)[0])
     with torch.no_grad():
         copied.head.weight.zero_()
-    assert not torch.equal(copied(batches(1)[0][0]), module(batches(1)[0][0]))  # the copy's exception calls the copy
+    assert not torch.equal(
+        copied(batches(1)[0][0]), module(batches(1)[0][0])
+    )  # the copy's exception calls the copy
 
 
 def test_weights_that_an_earlier_precision_cast_do_not_stay_so_in_silence() -> None:
     module, _ = fit("bf16-true")
     for after in ("32-true", "bf16-mixed"):
-        with pytest.raises(PrecisionError, match=rf"found: torch.bfloat16, and now '{after}'\n  fix: .* module.float"):
+        with pytest.raises(
+            PrecisionError,
+            match=rf"found: torch.bfloat16, and now '{after}'\n  fix: .* module.float",
+        ):
             fit(after, module)
     fit("64-true", module)
     fit("32-true", module.float())
@@ -157,7 +178,10 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
     for pattern, times in (("*norm*", 2), ("*self_attn", 1)):
         precision = kind(BF16, exceptions={pattern: "32"})
         precision.convert_module(net)
-        for train in (True, False):  # torch has a path for evaluation that takes the weights and leaves modules out
+        for train in (
+            True,
+            False,
+        ):  # torch has a path for evaluation that takes the weights and leaves modules out
             dtypes.clear()
             with torch.no_grad(), precision.forward_context():
                 net.train(train)(precision.convert_batch(x))
@@ -171,7 +195,10 @@ def test_evaluation_of_transformer_layers_has_the_exceptions_of_training(
     [
         (["heads"], "the model has no module named 'heads'"),
         ({"head": "b16"}, "unknown dtype 'b16'"),
-        (["tied"], "a weight shared by two modules cannot have two dtypes\n  found: head.weight and tied.weight"),
+        (
+            ["tied"],
+            "a weight shared by two modules cannot have two dtypes\n  found: head.weight and tied.weight",
+        ),
     ],
 )
 def test_invalid_exceptions_are_refused_before_the_first_step(exceptions: Any, told: str) -> None:

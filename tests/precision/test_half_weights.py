@@ -27,7 +27,9 @@ class Half(tk.TrainModule):
 
 
 def by_trainer(module: Half) -> None:
-    tk.Trainer(max_steps=1, accelerator="cpu", barebones=True, precision="16-mixed").fit(module, [torch.randn(2, 2)])
+    tk.Trainer(max_steps=1, accelerator="cpu", barebones=True, precision="16-mixed").fit(
+        module, [torch.randn(2, 2)]
+    )
 
 
 def by_accelerator(module: Half) -> None:
@@ -65,4 +67,6 @@ def test_float16_weights_are_refused_where_they_are_trained(train: Any) -> None:
 def test_frozen_float16_weights_are_left_as_they_are(train: Any) -> None:
     module = Half(frozen=True)
     train(module)
-    assert [weight.dtype for weight in module.parameters()] == [torch.float16] * 2 + [torch.float32] * 2
+    assert [weight.dtype for weight in module.parameters()] == [torch.float16] * 2 + [
+        torch.float32
+    ] * 2

@@ -23,7 +23,10 @@ class Net(tk.TrainModule):
     def __init__(self, name: str = "", **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.head = nn.Linear(64, 80), nn.Linear(80, 3)  # 5120 values are enough for low bits, 240 are not
+        self.first, self.head = (
+            nn.Linear(64, 80),
+            nn.Linear(80, 3),
+        )  # 5120 values are enough for low bits, 240 are not
         self.name, self.options = name, options
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -35,7 +38,10 @@ class Net(tk.TrainModule):
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 64, generator=draw), torch.randint(3, (6,), generator=draw)) for _ in range(6)]
+    return [
+        (torch.randn(6, 64, generator=draw), torch.randint(3, (6,), generator=draw))
+        for _ in range(6)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,9 @@ def batches() -> list[tuple[Tensor, Tensor]]:
         ("adam_torch_fp8", "torchao.optim:AdamFp8", "exp_avg"),
     ],
 )
-def test_the_same_bits_as_a_plain_loop_and_after_a_resume(name: str, path: str, stored: str, tmp_path: Path) -> None:
+def test_the_same_bits_as_a_plain_loop_and_after_a_resume(
+    name: str, path: str, stored: str, tmp_path: Path
+) -> None:
     module_name, _, class_name = path.partition(":")
     kind = getattr(import_module(module_name), class_name)
     options = {"momentum": 0.9} if name == "sgd8bit" else {}
@@ -88,7 +96,9 @@ def test_names() -> None:
     assert type(tk.optimizer("paged_adamw_8bit", parameters)).__name__ == "PagedAdamW8bit"
     with pytest.raises(RegistryError, match="did you mean 'adamw8bit'"):
         tk.optimizer("adamw9bit", parameters)
-    with pytest.raises(ConfigurationError, match=r"'sgd' cannot be made\n  found: .*unexpected keyword"):
+    with pytest.raises(
+        ConfigurationError, match=r"'sgd' cannot be made\n  found: .*unexpected keyword"
+    ):
         tk.optimizer("sgd", parameters, rate=1)
 
 

@@ -35,7 +35,10 @@ class Net(tk.TrainModule):
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 32, generator=draw), torch.randint(3, (6,), generator=draw)) for _ in range(6)]
+    return [
+        (torch.randn(6, 32, generator=draw), torch.randint(3, (6,), generator=draw))
+        for _ in range(6)
+    ]
 
 
 def test_the_same_bits_as_torchao_by_hand(tmp_path: Path) -> None:
@@ -43,7 +46,9 @@ def test_the_same_bits_as_torchao_by_hand(tmp_path: Path) -> None:
     from torchao.quantization.granularity import PerGroup
     from torchao.quantization.qat import QATConfig
 
-    config = Int8DynamicActivationIntxWeightConfig(weight_dtype=torch.int4, weight_granularity=PerGroup(32))
+    config = Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=PerGroup(32)
+    )
 
     def inner(module: nn.Module, name: str) -> bool:
         return name in ("first", "second")
@@ -66,7 +71,9 @@ def test_the_same_bits_as_torchao_by_hand(tmp_path: Path) -> None:
             enable_checkpointing=start is None,
         )  # fmt: skip
         trainer.fit(module, batches(), ckpt_path=start)
-        for name, value in Net().state_dict().items():  # names and dtypes are those of the model without it
+        for name, value in (
+            Net().state_dict().items()
+        ):  # names and dtypes are those of the model without it
             assert module.state_dict()[name].dtype == value.dtype
             assert torch.equal(module.state_dict()[name], plain.state_dict()[name])
     exported = precision.export(module)
@@ -86,7 +93,11 @@ def test_a_refusal_of_torchao_is_an_error_before_the_first_step() -> None:
     from torchao.quantization import Float8WeightOnlyConfig
 
     trainer = tk.Trainer(
-        accelerator="cpu", devices=1, max_epochs=1, precision=QATPrecision(Float8WeightOnlyConfig()), barebones=True
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=QATPrecision(Float8WeightOnlyConfig()),
+        barebones=True,
     )
     with pytest.raises(PrecisionError, match="torchao failed to convert this model"):
         trainer.fit(Net(), batches())

@@ -100,11 +100,20 @@ def test_a_disabled_scaler_scales_nothing() -> None:
 
 def test_the_state_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     batches = [batch(i, 1e6 if i == 1 else 1.0) for i in range(6)]
-    options = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {
+        "barebones": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=4)
-    whole = fit(Net(), batches, scaling(growth_interval=3), callbacks=[saving], **options).precision_plugin
+    whole = fit(
+        Net(), batches, scaling(growth_interval=3), callbacks=[saving], **options
+    ).precision_plugin
     again = scaling(growth_interval=3)
-    trainer = tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, precision=again, barebones=True)
+    trainer = tk.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, precision=again, barebones=True
+    )
     trainer.fit(Net(), batches, ckpt_path=tmp_path / "step-00000004")
     assert again.state_dict() == whole.state_dict()
     assert again.scaler.get_scale() == START  # halved once, then three good steps
@@ -155,7 +164,10 @@ def test_each_optimizers_scheduler_waits_for_its_own_steps() -> None:
             made = {}
             for name, optimizer in super().configure_optimizers().items():
                 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-                made[name] = {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+                made[name] = {
+                    "optimizer": optimizer,
+                    "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+                }
             return made
 
     trainer = fit(Scheduled(), [(batch(), ""), (batch(), "second"), (batch(), "")])
@@ -198,7 +210,13 @@ def by_hand(module: Named, batches: Any) -> torch.amp.GradScaler:
 
 
 def test_manual_optimization_is_torchs_own_recipe() -> None:
-    batches = [(batch(1), ""), (batch(2), "first"), (batch(3), ""), (batch(4), "second"), (batch(5), "")]
+    batches = [
+        (batch(1), ""),
+        (batch(2), "first"),
+        (batch(3), ""),
+        (batch(4), "second"),
+        (batch(5), ""),
+    ]
     plain, mine = Named(), Manual()
     scaler = by_hand(plain, batches)
     trainer = fit(mine, batches)
@@ -246,7 +264,9 @@ def test_a_step_function_of_the_users_own_is_skipped_too() -> None:
     calls = []
 
     class Own(Net):
-        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def optimizer_step(
+            self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+        ) -> None:
             calls.append(batch_idx)
             optimizer.step(closure=optimizer_closure)
 

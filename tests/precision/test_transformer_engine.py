@@ -36,7 +36,11 @@ class Engine:
             def init_fp8_meta_tensors(self, recipe: Any) -> None:
                 for key in ("scaling_fwd", "scaling_bwd"):
                     self.fp8_meta.setdefault(
-                        key, SimpleNamespace(scale=torch.ones(3), amax_history=torch.zeros(recipe.amax_history_len, 3))
+                        key,
+                        SimpleNamespace(
+                            scale=torch.ones(3),
+                            amax_history=torch.zeros(recipe.amax_history_len, 3),
+                        ),
                     )
 
             def get_extra_state(self) -> Tensor:
@@ -53,7 +57,9 @@ class Engine:
                     history[0] = x.detach().abs().max()
 
         class Linear(Layer, nn.Linear):
-            def __init__(self, inputs: int, outputs: int, bias: bool, params_dtype: torch.dtype) -> None:
+            def __init__(
+                self, inputs: int, outputs: int, bias: bool, params_dtype: torch.dtype
+            ) -> None:
                 nn.Linear.__init__(self, inputs, outputs, bias, dtype=params_dtype)
                 self.begin()
 
@@ -79,7 +85,10 @@ class Engine:
             parts["autocast"] = entering
         else:
             parts["fp8_autocast"] = lambda enabled, fp8_recipe: entering(enabled, fp8_recipe)
-        recipes = {"DelayedScaling": self.recipe, "Format": SimpleNamespace(HYBRID="hybrid", E4M3="e4m3")}
+        recipes = {
+            "DelayedScaling": self.recipe,
+            "Format": SimpleNamespace(HYBRID="hybrid", E4M3="e4m3"),
+        }
         for name, given in (("pytorch", parts), ("common", {}), ("common.recipe", recipes)):
             module = ModuleType(f"transformer_engine.{name}")
             vars(module).update(given)
@@ -109,22 +118,43 @@ class Net(tk.TrainModule):
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     draw = torch.Generator().manual_seed(1)
-    return [(torch.randn(6, 16, generator=draw), torch.randint(3, (6,), generator=draw)) for _ in range(4)]
+    return [
+        (torch.randn(6, 16, generator=draw), torch.randint(3, (6,), generator=draw))
+        for _ in range(4)
+    ]
 
 
 def trainer(precision: Any, **options: Any) -> tk.Trainer:
-    return tk.Trainer(accelerator="cpu", devices=1, max_epochs=1, precision=precision, **{"barebones": True, **options})
+    return tk.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        precision=precision,
+        **{"barebones": True, **options},
+    )
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_layers_context_recipe_and_state(renamed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_layers_context_recipe_and_state(
+    renamed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     engine = Engine(monkeypatch, renamed)
 
     def precision() -> Any:
         kind = tk.precision.TransformerEnginePrecision
-        return kind("bf16-true", {"fp8_format": "E4M3", "amax_history_len": 3}, evaluate=False, exceptions=["head"])
+        return kind(
+            "bf16-true",
+            {"fp8_format": "E4M3", "amax_history_len": 3},
+            evaluate=False,
+            exceptions=["head"],
+        )
 
-    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "barebones": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     saving = tk.callbacks.ModelCheckpoint(tmp_path, every_n_train_steps=2)
     module, plain = Net(), Net().to(torch.bfloat16)
     whole = trainer(precision(), callbacks=[saving], num_sanity_val_steps=0, **quiet)
@@ -138,21 +168,30 @@ def test_layers_context_recipe_and_state(renamed: bool, monkeypatch: pytest.Monk
         optimizer.zero_grad()
         plain.training_step((x.to(torch.bfloat16), y), 0).backward()
         optimizer.step()
-    assert [torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True)] == [True] * 6
+    assert [
+        torch.equal(a, b) for a, b in zip(module.parameters(), plain.parameters(), strict=True)
+    ] == [True] * 6
     assert not any("_extra_state" in name for name in module.state_dict())
     resumed = Net()
     again = trainer(precision())
     again.fit(resumed, batches(), ckpt_path=tmp_path / "step-00000002")
-    one, other = again.precision_plugin.state_dict()["layers"], whole.precision_plugin.state_dict()["layers"]
+    one, other = (
+        again.precision_plugin.state_dict()["layers"],
+        whole.precision_plugin.state_dict()["layers"],
+    )
     assert list(one) == ["first"]
-    assert torch.equal(one["first"]["scaling_fwd"]["amax_history"], other["first"]["scaling_fwd"]["amax_history"])
+    assert torch.equal(
+        one["first"]["scaling_fwd"]["amax_history"], other["first"]["scaling_fwd"]["amax_history"]
+    )
     assert one["first"]["scaling_fwd"]["amax_history"].shape == (3, 3)
     assert one["first"]["scaling_fwd"]["amax_history"].min() > 0
 
 
 def test_norms_that_it_does_not_have_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     Engine(monkeypatch, renamed=True)
-    net = nn.Sequential(nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False))
+    net = nn.Sequential(
+        nn.LayerNorm(8), nn.LayerNorm(8, elementwise_affine=False), nn.LayerNorm(8, bias=False)
+    )
     tk.precision.TransformerEnginePrecision("bf16-mixed").convert_module(net)
     assert [type(part) is nn.LayerNorm for part in net] == [False, True, True]
 
@@ -163,10 +202,14 @@ def test_precision_words_are_accepted_and_invalid_options_refused_before_the_fir
     engine = Engine(monkeypatch, renamed=True)
     assert trainer("transformer-engine").precision_plugin.base.name == "bf16-true"
     assert trainer("transformer-engine-float16").precision_plugin.base.name == "16-true"
-    with pytest.raises(PrecisionError, match=r"multiples of 16.*\n  found: head \(8 to 3\)\n  fix: .*\['head'\]"):
+    with pytest.raises(
+        PrecisionError, match=r"multiples of 16.*\n  found: head \(8 to 3\)\n  fix: .*\['head'\]"
+    ):
         trainer("transformer-engine").fit(Net(), batches())
     engine.available = (False, "Device compute capability 8.9 or higher required")
-    with pytest.raises(PrecisionError, match="does not support fp8 on this GPU\n  found: Device compute"):
+    with pytest.raises(
+        PrecisionError, match="does not support fp8 on this GPU\n  found: Device compute"
+    ):
         trainer("transformer-engine")
     monkeypatch.undo()
     refused = home._NOT_NVIDIA
@@ -183,7 +226,9 @@ def test_an_accelerator_with_accelerates_recipe(monkeypatch: pytest.MonkeyPatch)
     model = accelerator.prepare(nn.Sequential(nn.Linear(16, 8)))
     assert (accelerator.fp8_backend, accelerator.has_fp8_handler) == ("TE", True)
     assert model(batches()[0][0]).dtype == torch.float32
-    expected = SimpleNamespace(amax_history_len=5, amax_compute_algo="max", fp8_format="hybrid", margin=0)
+    expected = SimpleNamespace(
+        amax_history_len=5, amax_compute_algo="max", fp8_format="hybrid", margin=0
+    )
     assert engine.entered == [(True, expected)]
     model.eval()(batches()[0][0])
     assert engine.entered[-1][0] is False

@@ -90,10 +90,14 @@ def test_refusals_name_the_reason_and_the_engines_that_work(engine: str) -> None
 
 def test_devices() -> None:
     with pytest.raises(
-        PrecisionError, match="does not run on a device of type 'mps'\n  found: the device has no float64"
+        PrecisionError,
+        match="does not run on a device of type 'mps'\n  found: the device has no float64",
     ):
         TruePrecision(torch.float64).check(torch.device("mps"), "single")
-    with pytest.raises(PrecisionError, match=r"'nf4' does not run on .* 'mps'\n  found: bitsandbytes has no kernels"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"'nf4' does not run on .* 'mps'\n  found: bitsandbytes has no kernels",
+    ):
         BitsandbytesPrecision("nf4").check(torch.device("mps"), "single")
 
 
@@ -102,7 +106,10 @@ def test_a_precision_without_a_device_runs_on_the_trainers_device() -> None:
     precision.check(torch.device("xpu"), "single")
     assert precision.forward_context().device == "xpu"  # type: ignore[union-attr]
     own = MixedPrecision(torch.float16, "cpu")
-    with pytest.raises(PrecisionError, match=r"found: device_type='cpu', and the run is on 'xpu'\n  fix: +leave dev"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"found: device_type='cpu', and the run is on 'xpu'\n  fix: +leave dev",
+    ):
         own.check(torch.device("xpu"), "single")
     kept = MixedPrecision(torch.float16, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
     scaler = kept.scaler
@@ -111,7 +118,9 @@ def test_a_precision_without_a_device_runs_on_the_trainers_device() -> None:
     assert kept.scaler is scaler
 
 
-def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def named(*arguments: Any) -> Any:
         made = SingleDeviceStrategy(*arguments)
         made.engine = "deepspeed"
@@ -121,12 +130,16 @@ def test_a_trainer_and_an_accelerator_look_it_up_before_anything_runs(monkeypatc
     monkeypatch.setitem(STRATEGIES._targets, "single_device", named)
     with pytest.raises(PrecisionError, match="'64-true' does not run on deepspeed"):
         Trainer(accelerator="cpu", devices=1, precision="64-true", barebones=True)
-    with pytest.raises(PrecisionError, match=r"'64-true' does not run on deepspeed\n  found: .* in float32 at most"):
+    with pytest.raises(
+        PrecisionError, match=r"'64-true' does not run on deepspeed\n  found: .* in float32 at most"
+    ):
         Accelerator(cpu=True, mixed_precision="64-true")
 
 
 def test_every_strategy_has_its_column() -> None:
-    classes = [getattr(strategies, name) for name in strategies.__all__ if name.endswith("Strategy")]
+    classes = [
+        getattr(strategies, name) for name in strategies.__all__ if name.endswith("Strategy")
+    ]
     assert {cls.engine for cls in classes if cls is not strategies.Strategy} == set(ENGINES)
 
 
@@ -142,4 +155,7 @@ def test_a_strategy_without_a_declared_row_is_in_no_row() -> None:
         def describe(self) -> str:
             return "mine"
 
-    assert Trainer(accelerator="cpu", strategy=Mine(), precision="fp8", barebones=True).strategy.name == "ppo_engine"
+    assert (
+        Trainer(accelerator="cpu", strategy=Mine(), precision="fp8", barebones=True).strategy.name
+        == "ppo_engine"
+    )

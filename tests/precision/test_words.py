@@ -141,7 +141,8 @@ def test_an_object_instead_of_a_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"), [("bf16-mixd", "did you mean 'bf16-mixed'"), (8, "unknown precision '8'"), ("f64", "64")]
+    ("word", "told"),
+    [("bf16-mixd", "did you mean 'bf16-mixed'"), (8, "unknown precision '8'"), ("f64", "64")],
 )
 def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> None:
     with pytest.raises(PrecisionError, match=told):
@@ -151,7 +152,11 @@ def test_an_unknown_word_is_refused_with_the_nearest(word: Any, told: str) -> No
 @pytest.mark.parametrize(
     ("word", "library", "told"),
     [
-        ("transformer-engine", "transformer_engine.pytorch", "pip install 'transformer-engine\\[pytorch\\]'"),
+        (
+            "transformer-engine",
+            "transformer_engine.pytorch",
+            "pip install 'transformer-engine\\[pytorch\\]'",
+        ),
         ("fp8", "torchao", "pip install 'trainer-kit\\[torchao\\]'"),
         ("nf4-dq", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
         ("int8", "bitsandbytes", "pip install 'trainer-kit\\[bitsandbytes\\]'"),
@@ -177,12 +182,18 @@ def test_contradictions_are_refused() -> None:
 
 def test_unknown_dtypes_and_precisions_are_refused() -> None:
     with pytest.raises(
-        PrecisionError, match=r"found: precision=torch.bfloat16\n  fix: .*TruePrecision\(torch.bfloat16"
+        PrecisionError,
+        match=r"found: precision=torch.bfloat16\n  fix: .*TruePrecision\(torch.bfloat16",
     ):
         quiet(precision=BF16)
-    with pytest.raises(PrecisionError, match=r"MixedPrecision has no dtype torch.float32\n  fix: .*torch.bfloat16"):
+    with pytest.raises(
+        PrecisionError, match=r"MixedPrecision has no dtype torch.float32\n  fix: .*torch.bfloat16"
+    ):
         MixedPrecision(F32)
-    with pytest.raises(PrecisionError, match=r"no dtype '16-mixed'\n  fix: +precision='16-mixed', or MixedPrecision"):
+    with pytest.raises(
+        PrecisionError,
+        match=r"no dtype '16-mixed'\n  fix: +precision='16-mixed', or MixedPrecision",
+    ):
         MixedPrecision("16-mixed")  # type: ignore[arg-type]
     with pytest.raises(PrecisionError, match=r"TruePrecision has no dtype torch\.int8"):
         TruePrecision(torch.int8)
@@ -198,7 +209,9 @@ def test_a_registered_word(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_batches_are_cast_at_any_depth() -> None:
     precision = make_precision("bf16-true", "cpu")
-    batch = precision.convert_batch({"a": (torch.ones(2), [torch.ones(2, dtype=torch.int32)]), "b": None, "c": "text"})
+    batch = precision.convert_batch(
+        {"a": (torch.ones(2), [torch.ones(2, dtype=torch.int32)]), "b": None, "c": "text"}
+    )
     assert batch["a"][0].dtype == BF16
     assert batch["a"][1][0].dtype == torch.int32
     assert (batch["b"], batch["c"]) == (None, "text")

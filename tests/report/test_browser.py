@@ -18,7 +18,10 @@ sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not 
 BROWSER = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="no chromium and no google-chrome on this machine; CHROMIUM names one"),
+    pytest.mark.skipif(
+        BROWSER is None,
+        reason="no chromium and no google-chrome on this machine; CHROMIUM names one",
+    ),
 ]
 
 
@@ -44,9 +47,13 @@ def show(browser, tmp_path):
         tab = context.new_page()
         tab.on("console", lambda message: problems.append(message.text))
         tab.on("pageerror", lambda error: problems.append(str(error)))
-        tab.on("request", lambda request: request.url == file.as_uri() or problems.append(request.url))
+        tab.on(
+            "request", lambda request: request.url == file.as_uri() or problems.append(request.url)
+        )
         tab.goto(file.as_uri())
-        tab.wait_for_selector("html[data-drawn]", state="attached")  # a function would be against the page's policy
+        tab.wait_for_selector(
+            "html[data-drawn]", state="attached"
+        )  # a function would be against the page's policy
         return tab
 
     yield show
@@ -91,8 +98,12 @@ def test_a_million_points_are_drawn_in_two_seconds(browser, tmp_path):
     session = context.new_cdp_session(tab)
     session.send("Performance.enable", {"timeDomain": "threadTicks"})
     tab.goto(file.as_uri())
-    tab.wait_for_selector("html[data-drawn]", state="attached")  # a function would be against the page's policy
-    metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
+    tab.wait_for_selector(
+        "html[data-drawn]", state="attached"
+    )  # a function would be against the page's policy
+    metrics = {
+        each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]
+    }
     assert inked(tab) == 5
     # Processor time of the page's thread, from the first byte to the last curve.
     assert metrics["TaskDuration"] < 2, metrics
@@ -116,7 +127,8 @@ def make_run(directory, restarts=True):
     append_event(directory, "start", 0, journal=0, **start)
     for step in range(1, 101):
         logger.log_metrics(
-            {"train_loss": 1 / step, "lr-SGD": 0.1, "val_loss": float("nan") if step == 9 else 2.0}, step
+            {"train_loss": 1 / step, "lr-SGD": 0.1, "val_loss": float("nan") if step == 9 else 2.0},
+            step,
         )
     if restarts:
         size = logger.path.stat().st_size
@@ -130,9 +142,17 @@ def make_run(directory, restarts=True):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1300, 390])
 def test_a_page_is_used(show, tmp_path, scheme, width):
-    tab = show(render(make_run(tmp_path / "run")), color_scheme=scheme, viewport={"width": width, "height": 900})
-    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), "nothing is wider than the screen"
-    dark = tab.evaluate("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((part) => part < 60)")
+    tab = show(
+        render(make_run(tmp_path / "run")),
+        color_scheme=scheme,
+        viewport={"width": width, "height": 900},
+    )
+    assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+        "nothing is wider than the screen"
+    )
+    dark = tab.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every((part) => part < 60)"
+    )
     assert dark == (scheme == "dark")
     chart = tab.locator(".chart").first
     assert chart.locator("h3").inner_text() == "loss"
@@ -166,16 +186,27 @@ def test_the_marks_have_a_legend_and_the_time_one_chart(show, tmp_path):
     logger = JSONLLogger(tmp_path, "", "")
     append_event(tmp_path, "start", 0, stage="fit", run="r", journal=0, title="Net")
     for step in range(1, 6):
-        logger.log_metrics({"train/time/step": 0.25, "train/time/data": 0.75, "cpu/memory": 425.9e6, "lr": 2e-5}, step)
+        logger.log_metrics(
+            {"train/time/step": 0.25, "train/time/data": 0.75, "cpu/memory": 425.9e6, "lr": 2e-5},
+            step,
+        )
     append_event(tmp_path, "checkpoint", 3, text="checkpoints/step-00000003")
     append_event(tmp_path, "end", 5, stage="fit", status="exited")
     tab = show(render(described(tmp_path)))
     assert tab.locator(".signs span").all_inner_texts() == ["▲ checkpoint"]
     assert tab.locator(".badge.exited").inner_text() == "exited"
     titles = tab.locator(".chart h3").all_inner_texts()
-    assert sorted(titles) == ["cpu/memory", "lr", "steps per second", "time: the share of each part"]
+    assert sorted(titles) == [
+        "cpu/memory",
+        "lr",
+        "steps per second",
+        "time: the share of each part",
+    ]
     legend = tab.locator(".chart", has_text="share of each part").locator(".legend")
-    assert legend.locator("button").all_inner_texts() == ["train/time/step\n0.25", "train/time/data\n0.75"]
+    assert legend.locator("button").all_inner_texts() == [
+        "train/time/step\n0.25",
+        "train/time/data\n0.75",
+    ]
     assert "425.9 M" in tab.locator(".chart", has_text="cpu/memory").inner_text()
     assert "2.000e-5" in tab.locator(".chart", has_text="lr").inner_text()
 
@@ -189,7 +220,9 @@ def test_several_runs_are_compared(show, tmp_path):
     assert first.locator(".legend button").all_inner_texts()[0].startswith("a")
     tab.locator(".runs input").first.uncheck()
     row = tab.locator("tr.differs")
-    tab.locator("details", has_text="Configuration").last.evaluate("(details) => { details.open = true; }")
+    tab.locator("details", has_text="Configuration").last.evaluate(
+        "(details) => { details.open = true; }"
+    )
     assert row.all_inner_texts() == ["Trainer\tlr\t0.1\t0.2"]
 
 

@@ -77,23 +77,39 @@ def test_a_hang_is_on_the_last_page(programs, tmp_path, script, fault, victim):
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_ranks_is_completed_by_the_command_and_by_its_resume(programs, tmp_path, script):
-    assert [rank.returncode for rank in programs.run_ranks(2, script, "kill", "0")] == [-signal.SIGKILL] * 2
+def test_a_killed_run_of_two_ranks_is_completed_by_the_command_and_by_its_resume(
+    programs, tmp_path, script
+):
+    assert [rank.returncode for rank in programs.run_ranks(2, script, "kill", "0")] == [
+        -signal.SIGKILL
+    ] * 2
     page = tmp_path / "run" / "report.html"
     page.unlink(missing_ok=True)
-    assert CliRunner().invoke(main, ["report", "run", "--watch"]).output == f"{Path('run') / 'report.html'}\n"
+    assert (
+        CliRunner().invoke(main, ["report", "run", "--watch"]).output
+        == f"{Path('run') / 'report.html'}\n"
+    )
     (run,) = data_of(page)["runs"]
     last = max(curve(run, "train_loss")[0])
     text = f"ended from outside (SIGKILL, or its machine); the last logged values are of step {last:.0f}"
     assert (run["status"], [found["headline"] for found in run["exceptions"]]) == ("killed", [text])
-    assert [(mark["step"], mark["text"]) for mark in run["marks"] if mark["kind"] == "killed"] == [(last, text)]
+    assert [(mark["step"], mark["text"]) for mark in run["marks"] if mark["kind"] == "killed"] == [
+        (last, text)
+    ]
     assert last >= 4, "the journal is durable with the checkpoint"
 
     assert [rank.returncode for rank in programs.run_ranks(2, script, "none", "0")] == [0, 0]
     (run,) = data_of(page)["runs"]
     assert curve(run, "train_loss")[0] == list(range(1, 9))
-    assert (run["status"], [found["headline"] for found in run["exceptions"]]) == ("finished", [text])
-    kinds = [mark["kind"] for mark in run["marks"] if mark["kind"] in ("start", "killed", "restart", "end")]
+    assert (run["status"], [found["headline"] for found in run["exceptions"]]) == (
+        "finished",
+        [text],
+    )
+    kinds = [
+        mark["kind"]
+        for mark in run["marks"]
+        if mark["kind"] in ("start", "killed", "restart", "end")
+    ]
     assert kinds == ["start", "killed", "restart", "end"]
     (restart,) = (mark for mark in run["marks"] if mark["kind"] == "restart")
     assert restart["text"].startswith("restart 1 at step 4, 2 processes on ")
@@ -109,6 +125,8 @@ def test_a_run_of_a_living_process_is_running(tmp_path):
         append_event(tmp_path, "start", 0, stage="fit", run="r", process=other)
         run.read()
         assert (run.described()[0]["status"], run.finished) == ("killed", True)
-    append_event(tmp_path, "start", 0, stage="fit", run="r", process=["elsewhere", boot, pid, started])
+    append_event(
+        tmp_path, "start", 0, stage="fit", run="r", process=["elsewhere", boot, pid, started]
+    )
     run.read()
     assert (run.described()[0]["status"], run.finished) == ("running", False)

@@ -42,8 +42,17 @@ def hostile_run(directory: Path) -> Path:
     for step in range(30):
         logger.log_metrics({name.replace("\udc80", ""): step for name in HOSTILE}, step)
     for text in HOSTILE:
-        facts = {"stage": "fit", "title": text, "run": "r", "journal": 0, "explain": text, "place": text}
-        append_event(directory, "start", 0, configuration=[[text] * 4], environment=[[text, text]], **facts)
+        facts = {
+            "stage": "fit",
+            "title": text,
+            "run": "r",
+            "journal": 0,
+            "explain": text,
+            "place": text,
+        }
+        append_event(
+            directory, "start", 0, configuration=[[text] * 4], environment=[[text, text]], **facts
+        )
         append_event(directory, "warning", 3, text=text)
         failure = {"headline": text, "text": text}
         append_event(directory, "end", 30, stage="fit", status="failed", exception=failure)
@@ -71,10 +80,15 @@ def test_the_page_asks_for_nothing():
     hashes = re.findall(r"'sha256-[^']+'", text)
     assert len(hashes) == 2
     own = "".join(
-        files("trainer_kit.report").joinpath(f"page/page.{kind}").read_text() for kind in ("js", "html", "css")
+        files("trainer_kit.report").joinpath(f"page/page.{kind}").read_text()
+        for kind in ("js", "html", "css")
     )
-    assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", own)
-    assert not re.search(r"https?://|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|sendBeacon", own)
+    assert not re.search(
+        r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", own
+    )
+    assert not re.search(
+        r"https?://|url\(|@import|fetch\(|XMLHttpRequest|WebSocket|sendBeacon", own
+    )
 
 
 def test_the_library_of_the_plots_is_the_one_of_its_checksums():
@@ -83,9 +97,15 @@ def test_the_library_of_the_plots_is_the_one_of_its_checksums():
     assert {name for _, name in sums} == {"uPlot.LICENSE", "uPlot.iife.min.js", "uPlot.min.css"}
     for checksum, name in sums:
         assert hashlib.sha256(vendor.joinpath(name).read_bytes()).hexdigest() == checksum
-    version = re.search(r"^UPLOT := (\S+)$", (root := Path(__file__).parents[2]).joinpath("Makefile").read_text(), re.M)
+    version = re.search(
+        r"^UPLOT := (\S+)$",
+        (root := Path(__file__).parents[2]).joinpath("Makefile").read_text(),
+        re.M,
+    )
     assert f"(v{version[1]})" in vendor.joinpath("uPlot.iife.min.js").read_text()[:200]
-    package = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    package = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
     assert package["trainer_kit.report"] == ["page/*", "vendor/*"]
 
 
@@ -107,7 +127,13 @@ def test_values_that_are_not_numbers_are_counted(tmp_path):
     (run,) = described(tmp_path)
     facts = {series["name"]: series for series in run["series"]}
     loss = facts["loss"]
-    assert (loss["bad"], loss["firstBad"], loss["low"], loss["lowStep"], loss["high"]) == (2, 1, 1.0, 0, 3.0)
+    assert (loss["bad"], loss["firstBad"], loss["low"], loss["lowStep"], loss["high"]) == (
+        2,
+        1,
+        1.0,
+        0,
+        3.0,
+    )
     assert loss["last"] == "inf"
     assert facts["none"]["bad"] == 4
     assert data_of(render([run]))["runs"] == [run]
@@ -115,7 +141,9 @@ def test_values_that_are_not_numbers_are_counted(tmp_path):
 
 def test_a_journal_is_read_from_its_last_position(tmp_path):
     journal, run = tmp_path / "journal.jsonl", RunDirectory(tmp_path)
-    journal.write_text("".join(f'{{"step": {step}, "time": 1, "loss": {step}}}\n' for step in range(2500)))
+    journal.write_text(
+        "".join(f'{{"step": {step}, "time": 1, "loss": {step}}}\n' for step in range(2500))
+    )
     pauses = []
     run.read(pause=lambda: pauses.append(1))
     assert len(pauses) == 2
@@ -124,11 +152,15 @@ def test_a_journal_is_read_from_its_last_position(tmp_path):
     for _ in range(2):
         run.read()
         steps, values = curve(run.described()[0], "loss")
-        assert (len(steps), steps[-1], values[-1]) == (2501, 2500, 7), "a damaged and a torn line are left out"
+        assert (len(steps), steps[-1], values[-1]) == (2501, 2500, 7), (
+            "a damaged and a torn line are left out"
+        )
     journal.unlink()
     JSONLLogger(tmp_path, "", "").log_metrics({"loss": 1}, 0)
     run.read()
-    assert curve(run.described()[0], "loss") == ([0], [1]), "another file is read from its beginning"
+    assert curve(run.described()[0], "loss") == ([0], [1]), (
+        "another file is read from its beginning"
+    )
 
 
 def test_events_outlive_a_torn_line(tmp_path):
@@ -137,7 +169,12 @@ def test_events_outlive_a_torn_line(tmp_path):
         file.write(b'{"event": "no')
     append_event(tmp_path, "note", 2, text="two")
     one, two = read_events(tmp_path)
-    assert (one["text"], one["api_key"], one["at"], two["text"]) == ("one", "***", "s3://me:***@host", "two")
+    assert (one["text"], one["api_key"], one["at"], two["text"]) == (
+        "one",
+        "***",
+        "s3://me:***@host",
+        "two",
+    )
     assert read_events(tmp_path / "missing") == []
 
 

@@ -57,14 +57,23 @@ def test_the_page_of_a_run(tmp_path):
     made.fit(Net(optim={"betas": [0.9, 0.99]}), BATCHES, BATCHES[:2])
     made.test(dataloaders=BATCHES[:2], verbose=False)
     (run,) = data_of(tmp_path / "run" / "report.html")["runs"]
-    assert (run["title"], run["status"], run["step"], run["exceptions"]) == ("Net", "finished", 6, [])
+    assert (run["title"], run["status"], run["step"], run["exceptions"]) == (
+        "Net",
+        "finished",
+        6,
+        [],
+    )
     logged = [(record["step"], record["train_loss"]) for record in read_journal(tmp_path / "run" / "journal.jsonl")
               if "train_loss" in record]  # fmt: skip
     steps, values = curve(run, "train_loss")
     assert steps == [step for step, _ in logged] == [1, 2, 3, 4, 5, 6]
     assert values == pytest.approx([value for _, value in logged])
-    assert len(curve(run, "test_loss")[0]) == 1, "what a test logs after the fit is on the page of the run"
-    rows = {(section, name): (value, origin) for section, name, value, origin in run["configuration"]}
+    assert len(curve(run, "test_loss")[0]) == 1, (
+        "what a test logs after the fit is on the page of the run"
+    )
+    rows = {
+        (section, name): (value, origin) for section, name, value, origin in run["configuration"]
+    }
     assert rows["Trainer", "gradient_clip_val"] == (1.0, "argument")
     assert rows["Trainer", "min_epochs"] == (None, "default")
     assert rows["Net", "optim/betas"] == ([0.9, 0.99], "save_hyperparameters")
@@ -107,7 +116,9 @@ def test_a_run_that_fails(tmp_path):
     with pytest.raises(RuntimeError, match="broken") as caught:
         trainer().fit(Net(breaks=3), BATCHES)
     assert not [
-        frame for frame in traceback.extract_tb(caught.value.__traceback__) if frame.filename == running.__file__
+        frame
+        for frame in traceback.extract_tb(caught.value.__traceback__)
+        if frame.filename == running.__file__
     ]
     page = (tmp_path / "run" / "report.html").read_text()
     (run,) = data_of(page)["runs"]
@@ -128,15 +139,24 @@ def test_a_restart_repeats_no_value(tmp_path):
     with pytest.raises(RuntimeError):
         trainer(callbacks=checkpoints, async_save=False).fit(Net(breaks=5), BATCHES)
     (saved,) = (tmp_path / "run" / "checkpoints").glob("*2")
-    trainer(max_epochs=2, callbacks=tk.callbacks.ModelCheckpoint()).fit(Net(), BATCHES, ckpt_path=saved)
+    trainer(max_epochs=2, callbacks=tk.callbacks.ModelCheckpoint()).fit(
+        Net(), BATCHES, ckpt_path=saved
+    )
     (run,) = data_of(tmp_path / "run" / "report.html")["runs"]
-    logged = [record["step"] for record in read_journal(tmp_path / "run" / "journal.jsonl") if "train_loss" in record]
+    logged = [
+        record["step"]
+        for record in read_journal(tmp_path / "run" / "journal.jsonl")
+        if "train_loss" in record
+    ]
     assert logged == [1, 2, 3, 4, 5, *range(3, 13)]
     assert curve(run, "train_loss")[0] == list(range(1, 13))
     assert run["status"] == "finished"
     assert len(run["exceptions"]) == 1, "the one before the restart is still there"
     (restart,) = (mark for mark in run["marks"] if mark["kind"] == "restart")
-    assert (restart["step"], restart["text"].startswith("restart 1 at step 2, 1 process on ")) == (2, True)
+    assert (restart["step"], restart["text"].startswith("restart 1 at step 2, 1 process on ")) == (
+        2,
+        True,
+    )
 
 
 def test_another_fit_in_the_directory_is_a_separate_run(tmp_path):
@@ -144,7 +164,10 @@ def test_another_fit_in_the_directory_is_a_separate_run(tmp_path):
     trainer().fit(Net(), BATCHES[:3])
     first, second = data_of(tmp_path / "run" / "report.html")["runs"]
     assert (first["name"], second["name"]) == ("run, fit 1", "run, fit 2")
-    assert (curve(first, "train_loss")[0], curve(second, "train_loss")[0]) == ([1, 2, 3, 4, 5, 6], [1, 2, 3])
+    assert (curve(first, "train_loss")[0], curve(second, "train_loss")[0]) == (
+        [1, 2, 3, 4, 5, 6],
+        [1, 2, 3],
+    )
 
 
 def test_a_page_while_the_run_trains(tmp_path, monkeypatch):
@@ -171,13 +194,17 @@ def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, capsys):
     made = trainer()
     made.fit(TinyModule(), BATCHES)
     assert made.global_step == 6
-    lines = [line for line in capsys.readouterr().out.splitlines() if "could not be written" in line]
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "could not be written" in line
+    ]
     assert len(lines) == 1
     assert "report.html could not be written: IsADirectoryError" in lines[0]
 
 
 def test_runs_without_a_report_write_none(tmp_path):
-    tk.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False).fit(TinyModule(), BATCHES)
+    tk.Trainer(accelerator="cpu", devices=1, fast_dev_run=True, enable_progress_bar=False).fit(
+        TinyModule(), BATCHES
+    )
     tk.Trainer(accelerator="cpu", devices=1, max_steps=1, barebones=True).fit(TinyModule(), BATCHES)
     with pytest.raises(tk.TrainerKitError, match="fit needs training data"):
         trainer().fit(TinyModule())
@@ -217,7 +244,9 @@ def test_curves_over_samples_and_tokens(tmp_path):
     batches = [torch.ones(size, 32) for size in (1, 4, 2, 3, 1, 5)]
     options = {"max_duration": "1000tok", "max_epochs": None, "num_sanity_val_steps": 0}
     checkpoints = tk.callbacks.ModelCheckpoint(every_n_train_steps=4)
-    trainer(**options, limit_train_batches=5, callbacks=[checkpoints, StopAfter(5)]).fit(Counts(), batches, batches[:1])
+    trainer(**options, limit_train_batches=5, callbacks=[checkpoints, StopAfter(5)]).fit(
+        Counts(), batches, batches[:1]
+    )
     saved = checkpoints.best_model_path
     trainer(**options, callbacks=StopAfter(6)).fit(Counts(), batches, batches[:1], ckpt_path=saved)
     records = read_journal(tmp_path / "run" / "journal.jsonl")

@@ -56,7 +56,9 @@ def check_times(journal: Path, begun: list[float]) -> None:
 
 
 @pytest.mark.parametrize("word", ["csv", "jsonl"])
-def test_a_slow_journal_of_a_fit_has_the_times_of_the_steps(tmp_path: Path, slow_journal: None, word: str) -> None:
+def test_a_slow_journal_of_a_fit_has_the_times_of_the_steps(
+    tmp_path: Path, slow_journal: None, word: str
+) -> None:
     module = Timed()
     trainer = tk.Trainer(
         max_epochs=1,
@@ -73,7 +75,9 @@ def test_a_slow_journal_of_a_fit_has_the_times_of_the_steps(tmp_path: Path, slow
     check_times(Path(str(trainer.log_dir)) / "journal.jsonl", module.begun)
 
 
-def test_a_slow_journal_of_a_custom_loop_has_the_times_of_the_steps(tmp_path: Path, slow_journal: None) -> None:
+def test_a_slow_journal_of_a_custom_loop_has_the_times_of_the_steps(
+    tmp_path: Path, slow_journal: None
+) -> None:
     accelerator = tk.Accelerator(cpu=True, log_with="csv", project_dir=tmp_path)
     accelerator.init_trackers("exp")
     begun = []

@@ -17,7 +17,8 @@ EXAMPLE = str(ROOT / "examples" / "slurm.sbatch")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
-        "TRAINER_KIT_TEST_SLURM" not in os.environ, reason="needs the SLURM that `make test-slurm` starts as root"
+        "TRAINER_KIT_TEST_SLURM" not in os.environ,
+        reason="needs the SLURM that `make test-slurm` starts as root",
     ),
 ]
 
@@ -88,7 +89,13 @@ def variables() -> dict[str, str]:
 
 def run(*command: str, code: int = 0) -> str:
     done = subprocess.run(
-        command, env=variables(), capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL, check=False
+        command,
+        env=variables(),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        stdin=subprocess.DEVNULL,
+        check=False,
     )
     said = f"{done.stdout}\n{done.stderr}"
     assert (done.returncode == 0) == (code == 0), said
@@ -129,7 +136,9 @@ def test_one_task_on_each_node_starts_the_processes_there() -> None:
 
 def test_a_step_that_is_started_from_a_shell() -> None:
     """The tasks inherit the shell's name, and are not the shell."""
-    said = run("salloc", "--nodes=2", "srun", "--ntasks-per-node=1", "bash", "-c", "python raw.py; true")
+    said = run(
+        "salloc", "--nodes=2", "srun", "--ntasks-per-node=1", "bash", "-c", "python raw.py; true"
+    )
     assert ranks(said) == places(2)
 
 
@@ -147,7 +156,11 @@ def weights(rank: int = 0, directory: str = ".") -> list[list[float]]:
 
 
 def flat(values: object) -> list[float]:
-    return [number for value in values for number in flat(value)] if isinstance(values, list) else [values]  # type: ignore[list-item]
+    return (
+        [number for value in values for number in flat(value)]
+        if isinstance(values, list)
+        else [values]
+    )  # type: ignore[list-item]
 
 
 def test_a_trainer_on_two_nodes_trains_as_one_process() -> None:
@@ -163,7 +176,9 @@ def wait_until(true, seconds: float, job: str) -> None:  # type: ignore[no-untyp
     while not true():
         if time.monotonic() - begun > seconds:
             output = Path(f"train-{job}.out")
-            pytest.fail(f"{run('scontrol', 'show', 'job', job)}\n{output.read_text() if output.exists() else ''}")
+            pytest.fail(
+                f"{run('scontrol', 'show', 'job', job)}\n{output.read_text() if output.exists() else ''}"
+            )
         time.sleep(0.2)
 
 
@@ -172,14 +187,28 @@ def state(job: str) -> str:
     return found[1] if found else ""
 
 
-def test_usr1_saves_and_requeues_the_job_which_ends_as_if_nothing_had_happened(tmp_path: Path) -> None:
+def test_usr1_saves_and_requeues_the_job_which_ends_as_if_nothing_had_happened(
+    tmp_path: Path,
+) -> None:
     """On two ranks, where a sum has one order: DDP's buckets are laid out anew after the first step of a start."""
-    job = run("sbatch", "--parsable", "--ntasks-per-node=1", EXAMPLE, str(tmp_path / "fit.py"), "0.5", "wait").strip()
+    job = run(
+        "sbatch",
+        "--parsable",
+        "--ntasks-per-node=1",
+        EXAMPLE,
+        str(tmp_path / "fit.py"),
+        "0.5",
+        "wait",
+    ).strip()
     wait_until(lambda: all(Path(f"waits-{rank}").exists() for rank in range(2)), 60, job)
     run("scancel", "--signal=USR1", job)
     wait_until(lambda: state(job) == "COMPLETED", 90, job)
     said = Path(f"train-{job}.out").read_text()
-    saved = re.search(rf"^SIGUSR1: saved step (\d+) in .*, job {job} is requeued, exiting 138$", said, re.MULTILINE)
+    saved = re.search(
+        rf"^SIGUSR1: saved step (\d+) in .*, job {job} is requeued, exiting 138$",
+        said,
+        re.MULTILINE,
+    )
     assert saved is not None, said
     assert 10 <= int(saved[1]) < 40
     where = tmp_path / "trainer_kit_logs" / "version_0"

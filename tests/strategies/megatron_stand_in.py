@@ -21,7 +21,11 @@ class Model(nn.Module):
     def __init__(self, **config: Any) -> None:
         super().__init__()
         usual = {"bf16": False, "fp16": False, "num_moe_experts": None, "mtp_num_layers": None}
-        sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "context_parallel_size": 1}
+        sizes = {
+            "tensor_model_parallel_size": 1,
+            "pipeline_model_parallel_size": 1,
+            "context_parallel_size": 1,
+        }
         self.config = SimpleNamespace(
             **{**usual, **sizes, "sequence_parallel": False, "grad_scale_func": None, **config}
         )
@@ -95,7 +99,9 @@ class FusedAdam(torch.optim.Optimizer):
             own = [self.state[p] for p in group["params"]]
             for parameter, state in zip(group["params"], own, strict=True):
                 if not state:
-                    state.update(exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter))
+                    state.update(
+                        exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                    )
             torch.optim._functional.adamw(
                 group["params"], [p.grad for p in group["params"]], [state["exp_avg"] for state in own],
                 [state["exp_avg_sq"] for state in own], [], [torch.tensor(group["step"] - 1.0) for _ in own],
@@ -124,7 +130,10 @@ class Scaler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._scale = state["scale"]
-        self._growth_tracker, self._hysteresis_tracker = state["growth_tracker"], state["hysteresis_tracker"]
+        self._growth_tracker, self._hysteresis_tracker = (
+            state["growth_tracker"],
+            state["hysteresis_tracker"],
+        )
 
 
 class Distributed:
@@ -139,18 +148,26 @@ class Distributed:
         for parameter, (start, end) in self.chunk.ranges.items():
             begin, stop = max(start, first), min(end, first + self.chunk.part)
             if begin < stop:
-                self.places[parameter] = {"param": SimpleNamespace(start=begin - start, end=stop - start)}
+                self.places[parameter] = {
+                    "param": SimpleNamespace(start=begin - start, end=stop - start)
+                }
                 piece = parameter.detach().view(-1)[begin - start : stop - start]
                 here.append(parameter)
                 masters.append(piece if piece.dtype == torch.float32 else piece.clone().float())
         half = self.chunk.weights.dtype != torch.float32
         none: list[list[Any]] = [[]]
-        self.model_fp32_groups, self.shard_fp32_groups = (none, none) if half else ([here], [masters])
-        self.model_float16_groups, self.shard_fp32_from_float16_groups = ([here], [masters]) if half else (none, none)
+        self.model_fp32_groups, self.shard_fp32_groups = (
+            (none, none) if half else ([here], [masters])
+        )
+        self.model_float16_groups, self.shard_fp32_from_float16_groups = (
+            ([here], [masters]) if half else (none, none)
+        )
         self.pairs = list(zip(here, masters, strict=True))
         # No group of torch's takes an empty list of parameters.
         options = {"lr": config.lr, "weight_decay": config.weight_decay, "eps": config.adam_eps}
-        self.optimizer = FusedAdam([{"params": []}], {**options, "betas": (config.adam_beta1, config.adam_beta2)})
+        self.optimizer = FusedAdam(
+            [{"params": []}], {**options, "betas": (config.adam_beta1, config.adam_beta2)}
+        )
         self.optimizer.param_groups[0]["params"] = masters
         self.param_groups, self.chained_optimizers = self.optimizer.param_groups, [self]
         self.grad_scaler = Scaler() if getattr(config, "fp16", False) else None
@@ -177,7 +194,9 @@ class Distributed:
             master.grad = parameter.main_grad.reshape(-1)[place.start : place.end].float()
         if self.grad_scaler is not None:
             gradients = [master.grad for _, master in self.pairs]
-            found = torch.stack([torch.zeros(()), *[(~g.isfinite()).any().float() for g in gradients]]).max()
+            found = torch.stack(
+                [torch.zeros(()), *[(~g.isfinite()).any().float() for g in gradients]]
+            ).max()
             dist.all_reduce(found, dist.ReduceOp.MAX)
             torch._foreach_div_(gradients, float(self.grad_scaler.scale))
             self.grad_scaler.update(bool(found))
@@ -216,10 +235,14 @@ class Stepper:
         parameters = [{"params": [master for _, master in self.pairs]}]
         options = {"lr": config.lr, "weight_decay": config.weight_decay}
         if config.optimizer == "sgd":
-            self.optimizer: Any = torch.optim.SGD(parameters, momentum=config.sgd_momentum, **options)
+            self.optimizer: Any = torch.optim.SGD(
+                parameters, momentum=config.sgd_momentum, **options
+            )
         else:
             betas = (config.adam_beta1, config.adam_beta2)
-            self.optimizer = torch.optim.AdamW(parameters, betas=betas, eps=config.adam_eps, **options)
+            self.optimizer = torch.optim.AdamW(
+                parameters, betas=betas, eps=config.adam_eps, **options
+            )
         self.chained_optimizers, self.param_groups = [self], self.optimizer.param_groups
 
     def zero_grad(self) -> None:
@@ -252,7 +275,9 @@ def schedule(calls: Calls, **said: Any) -> None:
         loss, tokens, _ = loss_func(output)
         assert (tokens.dtype, tokens.shape) == (torch.int, ())
         loss.backward()
-    chunk.config.finalize_model_grads_func([chunk], tokens, pg_collection="groups", force_all_reduce=False)
+    chunk.config.finalize_model_grads_func(
+        [chunk], tokens, pg_collection="groups", force_all_reduce=False
+    )
 
 
 def finalize(calls: Calls, model: list[Any], tokens: Any, **said: Any) -> None:
@@ -270,7 +295,10 @@ def make_groups(calls: Calls, groups: dict[str, Any], **said: Any) -> None:
     """Tensor ranks are neighbours."""
     calls.append(("initialize", said))
     size, world = said["tensor_model_parallel_size"], range(dist.get_world_size())
-    layout = {"tensor": [world[i : i + size] for i in world[::size]], "data": [world[i::size] for i in range(size)]}
+    layout = {
+        "tensor": [world[i : i + size] for i in world[::size]],
+        "data": [world[i::size] for i in range(size)],
+    }
     for name, several in layout.items():
         for ranks in several:
             group = dist.new_group(ranks)
@@ -308,7 +336,9 @@ def install() -> Calls:
         DistributedDataParallelConfig=SimpleNamespace,
         finalize_model_grads=partial(finalize, made),
     )
-    vars(optimizer).update(OptimizerConfig=SimpleNamespace, get_megatron_optimizer=partial(make_stepper, made))
+    vars(optimizer).update(
+        OptimizerConfig=SimpleNamespace, get_megatron_optimizer=partial(make_stepper, made)
+    )
     vars(pipeline).update(get_forward_backward_func=lambda: partial(schedule, made))
     vars(module).update(Float16Module=Half)
     for one in (root, core, state, tensor, distributed, optimizer, pipeline, transformer, module):

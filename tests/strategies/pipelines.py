@@ -32,7 +32,9 @@ class Rotations(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("table", torch.linspace(0.5, 1.0, LENGTH).double()[:, None], persistent=False)
+        self.register_buffer(
+            "table", torch.linspace(0.5, 1.0, LENGTH).double()[:, None], persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.table[: x.shape[1]].to(x.dtype)  # type: ignore[no-any-return]
@@ -66,13 +68,18 @@ class Words(nn.Module):
 class Writer(tk.TrainModule):
     """Predicts the next word."""
 
-    def __init__(self, net: nn.Module | None = None, plan: PipelinePlan | None = None, lr: float = 0.1) -> None:
+    def __init__(
+        self, net: nn.Module | None = None, plan: PipelinePlan | None = None, lr: float = 0.1
+    ) -> None:
         super().__init__()
         self.net, self.plan, self.lr = net or words(), plan, lr
         self.heard: list[Any] = []
 
     def configure_parallel(self, mesh: Any) -> ParallelPlan | None:
-        return ParallelPlan(pipeline=self.plan, tensor={"net.layers.*.up": "colwise", "net.layers.*.down": "rowwise"})
+        return ParallelPlan(
+            pipeline=self.plan,
+            tensor={"net.layers.*.up": "colwise", "net.layers.*.down": "rowwise"},
+        )
 
     def loss(self, batch: Tensor) -> Tensor:
         logits = self.net(batch)["logits"]

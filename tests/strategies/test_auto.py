@@ -40,7 +40,9 @@ class Built(tk.TrainModule):
 
 
 def trainer(**options: Any) -> tk.Trainer:
-    return tk.Trainer(**{"accelerator": "cpu", "devices": 2, "max_epochs": 1, "barebones": True, **options})
+    return tk.Trainer(
+        **{"accelerator": "cpu", "devices": 2, "max_epochs": 1, "barebones": True, **options}
+    )
 
 
 def batches() -> list[torch.Tensor]:

@@ -27,7 +27,14 @@ def gemma() -> Any:
 
 
 def t5() -> Any:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+    sizes = {
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 16,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+    }
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=32, decoder_start_token_id=0, **sizes)
     )
@@ -51,11 +58,16 @@ def fit(module: Language, **options: Any) -> dict[str, Any]:
     trainer = tk.Trainer(max_steps=2, accelerator="cpu", barebones=True, **options)
     trainer.fit(module, [torch.arange(8).view(2, 4)] * 2)
     state = module.state_dict()
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
 
 
 @pytest.mark.parametrize("make", [llama, gemma, t5])
-def test_the_cache_is_switched_off_and_the_weights_are_those_without_checkpointing(make: Any) -> None:
+def test_the_cache_is_switched_off_and_the_weights_are_those_without_checkpointing(
+    make: Any,
+) -> None:
     expected = fit(Language(make), devices=1)
     module = Language(make)
     with pytest.warns(UserWarning, match="switches the cache of keys and values off"):

@@ -35,7 +35,13 @@ VIEWS = {"gradient_as_bucket_view": True, "broadcast_buffers": True}
 
 
 def test_one_process_needs_no_group() -> None:
-    for options in ({}, {"devices": 1}, {"strategy": "auto"}, {"strategy": "single_device"}, {"devices": "auto"}):
+    for options in (
+        {},
+        {"devices": 1},
+        {"strategy": "auto"},
+        {"strategy": "single_device"},
+        {"devices": "auto"},
+    ):
         strategy = made(**options).strategy
         assert isinstance(strategy, SingleDeviceStrategy)
         assert (strategy.world.size, strategy.data.size, strategy.gradient_divisor) == (1, 1, 1)
@@ -46,7 +52,10 @@ def test_words_for_data_parallel_training() -> None:
     assert wrapped(devices=2) == VIEWS
     assert wrapped(devices=2, strategy="ddp") == VIEWS
     assert wrapped(devices=2, strategy="ddp_notebook") == VIEWS
-    assert wrapped(devices=2, strategy="ddp_find_unused_parameters_true") == {**VIEWS, "find_unused_parameters": True}
+    assert wrapped(devices=2, strategy="ddp_find_unused_parameters_true") == {
+        **VIEWS,
+        "find_unused_parameters": True,
+    }
     assert wrapped(devices=2, strategy="ddp_find_unused_parameters_false") == VIEWS
     assert wrapped(devices=2, strategy="ddp_static_graph") == {**VIEWS, "static_graph": True}
 
@@ -58,7 +67,9 @@ def test_an_object_instead_of_a_word() -> None:
     assert made(strategy=alone).strategy is alone
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused_parameters_true", DDPStrategy(static_graph=True)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", "ddp_find_unused_parameters_true", DDPStrategy(static_graph=True)]
+)
 def test_data_parallel_on_one_device_is_that_device(strategy: Any) -> None:
     trainer, module, other = made(devices=1, strategy=strategy), TinyModule(), TinyModule()
     other.load_state_dict(module.state_dict())
@@ -89,7 +100,9 @@ def test_objects_that_are_not_strategies_are_refused() -> None:
 
 
 def test_one_device_cannot_hold_several_processes() -> None:
-    with pytest.raises(StrategyError, match="one device cannot hold several processes\n  found: 2 processes"):
+    with pytest.raises(
+        StrategyError, match="one device cannot hold several processes\n  found: 2 processes"
+    ):
         made(devices=2, strategy="single_device")
     with pytest.raises(StrategyError, match="one device cannot hold several processes"):
         made(devices=2, strategy=SingleDeviceStrategy())
@@ -108,7 +121,9 @@ def test_an_accelerator_that_is_not_here(accelerator: str) -> None:
 
 
 def test_several_machines_need_a_launcher() -> None:
-    with pytest.raises(StrategyError, match=r"several machines needs a launcher(.|\n)*torchrun --nnodes 2"):
+    with pytest.raises(
+        StrategyError, match=r"several machines needs a launcher(.|\n)*torchrun --nnodes 2"
+    ):
         made(devices=2, num_nodes=2)
 
 
@@ -120,17 +135,26 @@ def as_launched(patch: pytest.MonkeyPatch, world: int, rank: int = 0) -> None:
 
 def test_a_launched_world_decides_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
     as_launched(monkeypatch, 4, rank=2)
-    for options in ({}, {"devices": "auto"}, {"devices": 4}, {"devices": -1}, {"devices": 4, "strategy": "ddp"}):
+    for options in (
+        {},
+        {"devices": "auto"},
+        {"devices": 4},
+        {"devices": -1},
+        {"devices": 4, "strategy": "ddp"},
+    ):
         trainer = made(**options)
         assert isinstance(trainer.strategy, DDPStrategy)
         assert (trainer.world_size, trainer.global_rank, trainer.local_rank) == (4, 2, 2)
 
 
 @pytest.mark.parametrize("devices", [2, 3, 8])
-def test_another_number_than_was_launched_is_refused(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+def test_another_number_than_was_launched_is_refused(
+    monkeypatch: pytest.MonkeyPatch, devices: int
+) -> None:
     as_launched(monkeypatch, 4)
     with pytest.raises(
-        StrategyError, match=f"not the requested number(.|\n)*found: 4 .torchrun., devices={devices}(.|\n)*devices=4"
+        StrategyError,
+        match=f"not the requested number(.|\n)*found: 4 .torchrun., devices={devices}(.|\n)*devices=4",
     ):
         made(devices=devices)
 
@@ -146,7 +170,9 @@ def test_one_device_inside_a_world_is_alone(monkeypatch: pytest.MonkeyPatch) -> 
         assert trainer.global_step == 4
 
 
-def test_launched_on_several_with_one_device_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_on_several_with_one_device_asked_for_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     as_launched(monkeypatch, 2)
     with pytest.raises(StrategyError, match="one device cannot hold several processes"):
         made(strategy="single_device")

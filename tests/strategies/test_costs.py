@@ -68,11 +68,20 @@ def costs_of(made: tk.Trainer, module: nn.Module) -> Costs:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(part_bytes(v for v in own.values() if isinstance(v, Tensor)) for own in optimizer.state.values())
+    return sum(
+        part_bytes(v for v in own.values() if isinstance(v, Tensor))
+        for own in optimizer.state.values()
+    )
 
 
 def check_what_ranks_hold() -> None:
-    for strategy in ("ddp", "fsdp", "fsdp_shard_grad_op", "hsdp", *(f"deepspeed_stage_{stage}" for stage in range(4))):
+    for strategy in (
+        "ddp",
+        "fsdp",
+        "fsdp_shard_grad_op",
+        "hsdp",
+        *(f"deepspeed_stage_{stage}" for stage in range(4)),
+    ):
         torch.manual_seed(0)
         module, made = Odd(), trainer(strategy)
         made.strategy.start()
@@ -88,10 +97,16 @@ def check_what_ranks_hold() -> None:
         if not strategy.startswith("deepspeed"):  # there they are the engine's
             assert told.gradients == module.gradients, strategy
         else:
-            assert told.masters == sum(4 * x.numel() for x in {id(x): x for x in masters(made.strategy)}.values())
+            assert told.masters == sum(
+                4 * x.numel() for x in {id(x): x for x in masters(made.strategy)}.values()
+            )
         # Once more, of what is divided by now.
         again = costs_of(made, module)
-        assert (again.parameters, again.gradients, again.masters) == (told.parameters, told.gradients, told.masters)
+        assert (again.parameters, again.gradients, again.masters) == (
+            told.parameters,
+            told.gradients,
+            told.masters,
+        )
         assert again.exchanges == told.exchanges, strategy
         assert optimizer_bytes(made.optimizers, again) == state
 
@@ -131,7 +146,9 @@ def check_stages() -> None:
     assert costs_of(made, module).parameters is None
     made.fit(module, [torch.ones(4, 6)] * 4)
     told = costs_of(made, module)
-    assert told.parameters == part_bytes(module.parameters()) in (42 * 4, 84 * 4)  # one block or two
+    assert (
+        told.parameters == part_bytes(module.parameters()) in (42 * 4, 84 * 4)
+    )  # one block or two
     assert "pipeline ranks" in told.layout
     assert told.layout.endswith(f"this rank holds {told.parameters // 4} of 126 parameters")
     assert [exchange.split()[0] for exchange in told.exchanges] == ["activations"]
@@ -158,18 +175,27 @@ def sent(strategy: Any, ranks: int, module: nn.Module) -> list[str]:
 
 
 def test_the_traffic_of_a_step_is_reported() -> None:
-    blocks = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Flatten())
+    blocks = nn.Sequential(
+        nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False), nn.Flatten()
+    )
     module = nn.Sequential(nn.Linear(16, 16, bias=False), blocks)
     assert sent(DDPStrategy(), 4, module) == ["gradients: all-reduce over 4 ranks"]
-    assert sent(DDPStrategy(ddp_comm_hook="bf16"), 4, module) == ["gradients: bf16 communication hook over 4 ranks"]
+    assert sent(DDPStrategy(ddp_comm_hook="bf16"), 4, module) == [
+        "gradients: bf16 communication hook over 4 ranks"
+    ]
     assert sent(FSDPStrategy(), 4, module) == [
         "parameters: all-gather over 4 ranks for each forward, and again for backward",
         "gradients: reduce-scatter over 4 ranks",
     ]
     kept = sent(FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"), 4, module)
     assert kept[0] == "parameters: all-gather over 4 ranks for each forward"
-    assert sent(FSDPStrategy(device_mesh=(2, 4)), 8, module)[2] == "their parts: all-reduce over 2 copies"
-    assert sent(FSDPStrategy(ignored_modules="0"), 4, module)[2].startswith("gradients of what stays whole")
+    assert (
+        sent(FSDPStrategy(device_mesh=(2, 4)), 8, module)[2]
+        == "their parts: all-reduce over 2 copies"
+    )
+    assert sent(FSDPStrategy(ignored_modules="0"), 4, module)[2].startswith(
+        "gradients of what stays whole"
+    )
     assert sent(MeshStrategy(dp_shard=4), 4, module) == sent(FSDPStrategy(), 4, module)
     assert sent(DDPStrategy(), 1, module) == []
 
@@ -178,7 +204,9 @@ def test_copies_of_autocast_are_not_sharded() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
 
     def shown(precision: Any, **options: Any) -> str:
-        plugin = tk.Trainer(accelerator="cpu", barebones=True, max_steps=1, precision=precision).precision_plugin
+        plugin = tk.Trainer(
+            accelerator="cpu", barebones=True, max_steps=1, precision=precision
+        ).precision_plugin
         return "\n".join(cost_lines(FSDPStrategy(**options).costs(module, plugin, 4), None))
 
     copies = "             from forward to backward up to 8.19 kB of autocast's bfloat16 copies of all weights"
@@ -192,9 +220,13 @@ def test_copies_of_autocast_are_not_sharded() -> None:
 
 def test_lines() -> None:
     module = nn.Linear(16, 16, bias=False)
-    costs = FSDPStrategy().costs(module, tk.Trainer(barebones=True, max_steps=1).precision_plugin, 2)
+    costs = FSDPStrategy().costs(
+        module, tk.Trainer(barebones=True, max_steps=1).precision_plugin, 2
+    )
     shown = cost_lines(costs, [torch.optim.SGD(module.parameters(), lr=1.0)])
-    assert shown[1] == "a rank holds 512 B of parameters, 512 B of gradients, 0 B of optimizer state"
+    assert (
+        shown[1] == "a rank holds 512 B of parameters, 512 B of gradients, 0 B of optimizer state"
+    )
     assert shown[2] == "a step sends parameters: all-gather over 2 ranks for each forward"
     assert shown[3] == "             gradients: reduce-scatter over 2 ranks"
     assert "sizes known only in the run: optimizer state" in cost_lines(costs, None)[1]
@@ -217,7 +249,9 @@ KINDS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_torchs_own_optimizers_is_known_before_their_first_step(kind: str, dtype: torch.dtype) -> None:
+def test_the_state_of_torchs_own_optimizers_is_known_before_their_first_step(
+    kind: str, dtype: torch.dtype
+) -> None:
     alone = Costs(layout="", parameters=0, gradients=0, stepped=list)
     before = torch.get_default_dtype()
     try:
@@ -228,7 +262,9 @@ def test_the_state_of_torchs_own_optimizers_is_known_before_their_first_step(kin
             expected = optimizer_bytes([optimizer], alone)
             layer(torch.ones(4, dtype=dtype)).sum().backward()
             optimizer.step()
-            assert expected == state_bytes(optimizer) == optimizer_bytes([optimizer], alone), options
+            assert expected == state_bytes(optimizer) == optimizer_bytes([optimizer], alone), (
+                options
+            )
     finally:
         torch.set_default_dtype(before)
 

@@ -21,7 +21,9 @@ from trainer_kit.core.errors import ConfigurationError, PrecisionError, Strategy
 from trainer_kit.strategies import DeepSpeedStrategy
 from trainer_kit.strategies.deepspeed.config import RunFacts, filled, read_config, with_arguments
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed"
+)
 
 AUTO: dict[str, Any] = {
     "train_batch_size": "auto",
@@ -46,7 +48,14 @@ def test_auto_takes_the_values_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "zero3.json"
     path.write_text(json.dumps(AUTO))
     config = with_arguments(read_config(path), 3, True, False)
-    facts = RunFacts(world=4, precision="bf16-mixed", batch_size=2, accumulation=8, clip=(0.5, "norm"), hidden_size=32)
+    facts = RunFacts(
+        world=4,
+        precision="bf16-mixed",
+        batch_size=2,
+        accumulation=8,
+        clip=(0.5, "norm"),
+        hidden_size=32,
+    )
     assert filled(config, facts) == {
         # The run owns windows and clipping: to the engine each step is one micro-batch.
         "train_batch_size": 8,
@@ -77,9 +86,15 @@ def test_numbers_that_agree_with_the_run_are_accepted() -> None:
         "gradient_clipping": 1.0,
         "bf16": {"enabled": True},
     }
-    facts = RunFacts(world=2, precision="bf16-true", batch_size=4, accumulation=6, clip=(1.0, "norm"))
+    facts = RunFacts(
+        world=2, precision="bf16-true", batch_size=4, accumulation=6, clip=(1.0, "norm")
+    )
     made = filled(with_arguments(written, None, False, False), facts)
-    assert (made["train_batch_size"], made["gradient_accumulation_steps"], made["gradient_clipping"]) == (8, 1, 1.0)
+    assert (
+        made["train_batch_size"],
+        made["gradient_accumulation_steps"],
+        made["gradient_clipping"],
+    ) == (8, 1, 1.0)
     assert made["zero_optimization"] == {"stage": 2}
 
 
@@ -141,7 +156,11 @@ def test_words() -> None:
         ("deepspeed_stage_1", 1, "DeepSpeed ZeRO stage 1 on cpu"),
         ("deepspeed_stage_3", 3, "DeepSpeed ZeRO stage 3 on cpu"),
         ("deepspeed_stage_2_offload", 2, "DeepSpeed ZeRO stage 2 on cpu, optimizer on the host"),
-        ("deepspeed_stage_3_offload", 3, "DeepSpeed ZeRO stage 3 on cpu, optimizer and parameters on the host"),
+        (
+            "deepspeed_stage_3_offload",
+            3,
+            "DeepSpeed ZeRO stage 3 on cpu, optimizer and parameters on the host",
+        ),
     ]:
         strategy, processes, start = choose_strategy(word, "cpu", 2, 1, Environment.detect())
         assert isinstance(strategy, DeepSpeedStrategy)
@@ -168,11 +187,18 @@ def test_options_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         },
         "gradient_clipping": 0.5,
     }
-    assert not isinstance(choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0], DeepSpeedStrategy)
+    assert not isinstance(
+        choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0], DeepSpeedStrategy
+    )
     # The file, and what contradicts it.
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}')
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 1}, "gradient_clipping": "auto"}'
+    )
     monkeypatch.setenv("TRAINER_KIT_DEEPSPEED_CONFIG_FILE", str(tmp_path / "ds.json"))
-    with pytest.raises(StrategyError, match=r"zero_optimization\.stage: 1, but DeepSpeedStrategy\(stage=\.\.\.\): 3"):
+    with pytest.raises(
+        StrategyError,
+        match=r"zero_optimization\.stage: 1, but DeepSpeedStrategy\(stage=\.\.\.\): 3",
+    ):
         choose_strategy("auto", "cpu", 2, 1, Environment.detect())
     (tmp_path / "ds.json").write_text('{"gradient_clipping": 1.0}')
     with pytest.raises(StrategyError, match=r"gradient_clipping: 1\.0, but the launcher: 0\.5"):
@@ -190,7 +216,9 @@ class Manual(Classifier):
 
 
 class OwnStep(Classifier):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
+    ) -> None:
         optimizer.step(closure)
 
 
@@ -200,11 +228,16 @@ class OwnBackward(Classifier):
 
 
 def two(net: nn.Module) -> Any:
-    return {"a": torch.optim.SGD(net[0].parameters(), 0.1), "b": torch.optim.SGD(net[3].parameters(), 0.1)}
+    return {
+        "a": torch.optim.SGD(net[0].parameters(), 0.1),
+        "b": torch.optim.SGD(net[3].parameters(), 0.1),
+    }
 
 
 def with_empty_group(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{"params": [], "weight_decay": 0.0}, {"params": list(net.parameters())}])
+    return torch.optim.AdamW(
+        [{"params": [], "weight_decay": 0.0}, {"params": list(net.parameters())}]
+    )
 
 
 def with_schedule(net: nn.Module) -> Any:
@@ -226,7 +259,12 @@ NAMED: dict[str, Any] = {
     "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
     "scheduler": {
         "type": "WarmupDecayLR",
-        "params": {"total_num_steps": 8, "warmup_num_steps": 2, "warmup_max_lr": "auto", "warmup_type": "linear"},
+        "params": {
+            "total_num_steps": 8,
+            "warmup_num_steps": 2,
+            "warmup_max_lr": "auto",
+            "warmup_type": "linear",
+        },
     },
 }
 
@@ -245,7 +283,9 @@ def the_json_names_what_the_module_does_not() -> None:
 
     net, module = make_net(), Bare(make_net())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    for rate, (x, y) in zip([0.0, 0.0, 0.05, 0.1], make_batches(4), strict=True):  # DeepSpeed's, in its first steps
+    for rate, (x, y) in zip(
+        [0.0, 0.0, 0.05, 0.1], make_batches(4), strict=True
+    ):  # DeepSpeed's, in its first steps
         optimizer.param_groups[0]["lr"] = rate
         optimizer.zero_grad()
         F.cross_entropy(net(x), y).backward()
@@ -263,7 +303,14 @@ def the_json_names_what_the_module_does_not() -> None:
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
 def test_one_process_offloads_and_unsupported_options_are_refused() -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         del os.environ[name]  # no launcher started this process
     options: dict[str, Any]
     net, module = make_net(), Classifier(make_net())
@@ -289,9 +336,13 @@ def test_one_process_offloads_and_unsupported_options_are_refused() -> None:
         (Classifier(make_net()), {"accumulate_grad_batches": 2}, StrategyError, "accumulate_grad_batches: 2"),
     ]:  # fmt: skip
         strategy = DeepSpeedStrategy(
-            config={"gradient_accumulation_steps": 1 if "accumulate_grad_batches" in options else "auto"}
+            config={
+                "gradient_accumulation_steps": 1 if "accumulate_grad_batches" in options else "auto"
+            }
         )
-        trainer = tk.Trainer(strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1, **options)
+        trainer = tk.Trainer(
+            strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1, **options
+        )
         with pytest.raises(error, match=part):
             trainer.fit(module, make_batches(2))
         assert trainer.global_step == 0

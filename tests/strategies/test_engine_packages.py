@@ -46,11 +46,17 @@ for word in %s:
 @pytest.mark.slow
 def test_a_library_without_the_engines_trains_and_names_the_missing_one(tmp_path: Path) -> None:
     copy = tmp_path / "trainer_kit"
-    shutil.copytree(ROOT / "trainer_kit", copy, ignore=shutil.ignore_patterns("__pycache__", *ENGINES))
+    shutil.copytree(
+        ROOT / "trainer_kit", copy, ignore=shutil.ignore_patterns("__pycache__", *ENGINES)
+    )
     assert not any((copy / "strategies" / engine).exists() for engine in ENGINES)
     words = ("deepspeed", "deepspeed_stage_3_offload", "megatron", "xla")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM % (words,)], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-c", PROGRAM % (words,)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     answers = [line for line in done.stdout.splitlines() if "|" in line]

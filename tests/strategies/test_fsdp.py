@@ -35,14 +35,22 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(9, 4)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+        )
         self.head = nn.Linear(4, 9, bias=False)
 
 
 def test_units_by_default_by_class_by_size_and_by_callables() -> None:
     deep = Deep()
     assert list(units(deep, None)) == ["layers.1", "layers.0"]  # the outermost repeated ones
-    assert list(units(deep, {"Linear"})) == ["head", "layers.1.1", "layers.1.0", "layers.0.1", "layers.0.0"]
+    assert list(units(deep, {"Linear"})) == [
+        "head",
+        "layers.1.1",
+        "layers.1.0",
+        "layers.0.1",
+        "layers.0.0",
+    ]
     assert list(units(deep, (nn.Embedding, "Sequential"))) == ["layers.1", "layers.0", "embed"]
     assert list(units(deep, 36)) == ["head", "layers.1", "layers.0", "embed"]
     assert list(units(deep, lambda part: part is deep.head)) == ["head"]
@@ -67,7 +75,11 @@ class Tied(Classifier):
     """The last layer's weight is the first's, and one block is whole on every rank."""
 
     def __init__(self) -> None:
-        super().__init__(nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8)))
+        super().__init__(
+            nn.Sequential(
+                *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)), nn.Linear(8, 8)
+            )
+        )
         self.net[3].weight = self.net[0][0].weight
 
 
@@ -176,7 +188,9 @@ def check_an_optimizer_of_before_steps_the_parts() -> None:
 
 
 def check_a_fit_keeps_no_other_fits_weights() -> None:
-    trainer = tk.Trainer(strategy="fsdp", devices=2, max_epochs=1, barebones=True, accelerator="cpu")
+    trainer = tk.Trainer(
+        strategy="fsdp", devices=2, max_epochs=1, barebones=True, accelerator="cpu"
+    )
     module = Classifier(make_net())
     trainer.fit(module, make_batches(2))
     held = [weakref.ref(p) for p in module.parameters()]
@@ -196,7 +210,9 @@ def check_clipping_over_a_mix() -> None:
         nn.Parameter(distribute_tensor(values[0], row, [Shard(0)])),
         nn.Parameter(distribute_tensor(values[1], other, [Shard(0), Shard(0)])),
         nn.Parameter(values[2].clone()),
-        nn.Parameter(distribute_tensor(values[3], row, [Shard(0)])),  # the other rank has nothing of it
+        nn.Parameter(
+            distribute_tensor(values[3], row, [Shard(0)])
+        ),  # the other rank has nothing of it
     ]
     for norm_type in (2.0, 1.0, 3.5, torch.inf):
         for parameter in [*kept, *mixed]:
@@ -213,7 +229,9 @@ def check_clipping_over_a_mix() -> None:
         clip_sharded_gradients(mixed, 0.5, "norm", 0.0)
     half = distribute_tensor(torch.full((2, 3), 2e4).half(), row, [Shard(0)])
     torch.testing.assert_close(total_norm([half]), half.full_tensor().norm())  # no square overflows
-    bad = DTensor.from_local(torch.full((2,), torch.nan if dist.get_rank() else 1.0), row, [Shard(0)])
+    bad = DTensor.from_local(
+        torch.full((2,), torch.nan if dist.get_rank() else 1.0), row, [Shard(0)]
+    )
     assert total_norm([bad], torch.inf).isnan()
     empty = distribute_tensor(values[3].clone(), row, [Shard(0)])
     spread_overflow([bad, empty], row.get_group())
@@ -266,29 +284,48 @@ def test_options_from_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     assert choose_strategy("ddp", "cpu", 2, 1, Environment.detect())[0].name == "ddp"
     assert choose_strategy("auto", "cpu", 1, 1, Environment.detect())[0].name == "single_device"
-    assert fsdp_from_launcher({"fsdp_reshard_after_forward": "false", "fsdp_ignored_modules": "head.*"}) == {
+    assert fsdp_from_launcher(
+        {"fsdp_reshard_after_forward": "false", "fsdp_ignored_modules": "head.*"}
+    ) == {
         "reshard_after_forward": False,
         "ignored_modules": "head.*",
     }
-    assert units(Deep(), fsdp_from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"]) == {}
+    assert (
+        units(Deep(), fsdp_from_launcher({"fsdp_auto_wrap_policy": "NO_WRAP"})["auto_wrap_policy"])
+        == {}
+    )
     offloads = {"fsdp_activation_checkpointing_offload": "true"}
     assert fsdp_from_launcher(offloads) == {"offload_activations": True}
     for make in (FSDPStrategy, lambda **options: MeshStrategy(fsdp=options)):
-        with pytest.raises(StrategyError, match="activation offload needs activation checkpointing"):
+        with pytest.raises(
+            StrategyError, match="activation offload needs activation checkpointing"
+        ):
             make(**fsdp_from_launcher(offloads))
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(1, process_group=False)
 def test_one_process_alone_offloads_and_recomputes() -> None:
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         del os.environ[name]  # nobody launched this process
     made: list[Any] = []
     for strategy in ("auto", FSDPStrategy(), FSDPStrategy(cpu_offload=True), "fsdp_cpu_offload"):
         torch.manual_seed(7)
         module = conformance.Classifier()
         trainer = tk.Trainer(
-            strategy=strategy, devices=1, accelerator="cpu", barebones=True, max_epochs=1, precision="64-true"
+            strategy=strategy,
+            devices=1,
+            accelerator="cpu",
+            barebones=True,
+            max_epochs=1,
+            precision="64-true",
         )
         data = DataLoader(conformance._samples(12), batch_size=3)
         module.validation_step = module.training_step  # type: ignore[attr-defined]

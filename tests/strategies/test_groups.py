@@ -11,7 +11,13 @@ from torch import nn
 
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.precision import make_precision
-from trainer_kit.strategies import DDPStrategy, FSDPStrategy, MeshStrategy, SingleDeviceStrategy, process_group
+from trainer_kit.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    MeshStrategy,
+    SingleDeviceStrategy,
+    process_group,
+)
 from trainer_kit.strategies.gradients import clip_gradients
 from trainer_kit.strategies.process_group import (
     ProcessGroup,
@@ -58,9 +64,13 @@ def test_collectives() -> None:
     assert group.agree([float(rank), 0.5]) == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
     assert group.agree([True, 2**40]) == [[1.0, float(2**40)]] * 3
     group.barrier()
-    with pytest.raises(StrategyError, match=r"different models\n  found: weight: \[2, 2\] .* 0, \[3, 2\] .* rank 2"):
+    with pytest.raises(
+        StrategyError, match=r"different models\n  found: weight: \[2, 2\] .* 0, \[3, 2\] .* rank 2"
+    ):
         InitialWeights(nn.Linear(2, 2 + rank // 2), group)
-    with pytest.raises(StrategyError, match=r"bias: \[2\] torch.float32 on rank 0, nothing on rank 1"):
+    with pytest.raises(
+        StrategyError, match=r"bias: \[2\] torch.float32 on rank 0, nothing on rank 1"
+    ):
         InitialWeights(nn.Linear(2, 2, bias=rank == 0), group)
     check_what_is_refused_of_options()
     check_parts_of_the_world(group.rank)
@@ -73,7 +83,9 @@ def check_what_is_refused_of_options() -> None:
         FSDPStrategy(device_mesh=(1, 1, 3)).start()
     sharded = FSDPStrategy(ignored_modules="hed")
     sharded.start()
-    with pytest.raises(StrategyError, match=r"no module that has parameters\n  found: 'hed'\n.*such as '0'"):
+    with pytest.raises(
+        StrategyError, match=r"no module that has parameters\n  found: 'hed'\n.*such as '0'"
+    ):
         sharded.wrap_module(nn.Sequential(nn.Linear(2, 1)), make_precision("32-true"))
     with pytest.raises(TypeError, match="unexpected keyword argument 'reshards'"):
         MeshStrategy(fsdp={"reshards": True})
@@ -102,7 +114,10 @@ def check_timeouts() -> None:
     before = timeout(world)
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=71), world)
     try:
-        for strategy in (MeshStrategy(dp_replicate=3, dp_shard=1), FSDPStrategy(device_mesh=(1, 3))):
+        for strategy in (
+            MeshStrategy(dp_replicate=3, dp_shard=1),
+            FSDPStrategy(device_mesh=(1, 3)),
+        ):
             strategy.start()
             groups = [*strategy.mesh.get_all_groups(), strategy.data.group or world]
             assert {timeout(group) for group in groups} == {timedelta(seconds=71)}
@@ -155,7 +170,9 @@ def test_the_mean_of_whole_numbers_can_be_a_fraction() -> None:
 
 @pytest.mark.world_size(2)
 def test_an_unknown_reduction_is_refused_on_every_rank() -> None:
-    with pytest.raises(ConfigurationError, match="unknown reduction 'product'\n  fix:   use one of: sum, mean"):
+    with pytest.raises(
+        ConfigurationError, match="unknown reduction 'product'\n  fix:   use one of: sum, mean"
+    ):
         ProcessGroup(CPU).all_reduce(torch.ones(1), "product")
     dist.barrier()
 
@@ -274,7 +291,9 @@ def test_clipping() -> None:
 
     by_norm = parameters()
     clip_gradients(by_norm, 1.0, "norm")
-    assert torch.cat([p.grad for p in by_norm[:2]]).tolist() == pytest.approx([0.6, 0.0, 0.0, -0.8], rel=1e-5)
+    assert torch.cat([p.grad for p in by_norm[:2]]).tolist() == pytest.approx(
+        [0.6, 0.0, 0.0, -0.8], rel=1e-5
+    )
     by_value = parameters()
     clip_gradients(by_value, 3.5, "value")
     assert torch.cat([p.grad for p in by_value[:2]]).tolist() == [3.0, 0.0, 0.0, -3.5]

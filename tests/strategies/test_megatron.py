@@ -25,14 +25,23 @@ from trainer_kit.launch.options import SECTIONS
 from trainer_kit.precision import make_precision
 from trainer_kit.state.resume import read_state
 from trainer_kit.strategies import MegatronStrategy
-from trainer_kit.strategies.megatron.config import KEYS, check_model, from_launcher, megatron_model, optimizer_options
+from trainer_kit.strategies.megatron.config import (
+    KEYS,
+    check_model,
+    from_launcher,
+    megatron_model,
+    optimizer_options,
+)
 from trainer_kit.strategies.megatron.state import find_pieces, megatron_costs
 
 
 class Task(tk.TrainModule):
     def __init__(self, configure: Any = None, **config: Any) -> None:
         super().__init__()
-        self.config, self.configure = config, configure or partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+        self.config, self.configure = (
+            config,
+            configure or partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        )
 
     def configure_model(self) -> None:
         if not hasattr(self, "net"):
@@ -44,13 +53,23 @@ class Task(tk.TrainModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = self.configure(self.parameters())
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5), "interval": "step"}
+        ]
 
 
-def train(strategy: Any, save: str | None = None, **options: Any) -> tuple[tk.Trainer, dict[str, Tensor]]:
+def train(
+    strategy: Any, save: str | None = None, **options: Any
+) -> tuple[tk.Trainer, dict[str, Tensor]]:
     """Five batches of six samples and one of five, of three on each rank: the last one has three and two."""
     path, module = options.pop("ckpt_path", None), options.pop("module", None) or Task()
-    settings: dict[str, Any] = {"max_epochs": 1, "accelerator": "cpu", "devices": 2, "seed": 0, **options}
+    settings: dict[str, Any] = {
+        "max_epochs": 1,
+        "accelerator": "cpu",
+        "devices": 2,
+        "seed": 0,
+        **options,
+    }
     settings |= {"barebones": True, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
     trainer = tk.Trainer(strategy=strategy, **settings)
     trainer.print = lambda *values, **said: None  # type: ignore[method-assign]
@@ -63,7 +82,9 @@ def train(strategy: Any, save: str | None = None, **options: Any) -> tuple[tk.Tr
 
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=partial("{}: {}".format, name))
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-5, atol=1e-6, msg=partial("{}: {}".format, name)
+        )
 
 
 @pytest.mark.slow
@@ -74,16 +95,37 @@ def test_megatron_gets_its_arguments_and_trains_like_ddp() -> None:
     calls = install()
     _, found = train(MegatronStrategy("cpu"), save="megatron", max_steps=2)
     same(found, expected)
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "distributed_timeout_minutes": 30}
+    sizes = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "distributed_timeout_minutes": 30,
+    }
     settings = {"grad_reduce_in_fp32": True, "use_distributed_optimizer": False}
     config = {"use_distributed_optimizer": False, "lr": 0.1, "weight_decay": 0}
-    assert calls[:4] == [("initialize", sizes), "seed", ("wrap", settings, True), "broadcast_params"]
+    assert calls[:4] == [
+        ("initialize", sizes),
+        "seed",
+        ("wrap", settings, True),
+        "broadcast_params",
+    ]
     name, said, overrides = calls[4]
     assert (name, overrides) == ("optimizer", {})
-    assert {**said, "clip_grad": 0.0} == {**config, "clip_grad": 0.0, "optimizer": "sgd", "sgd_momentum": 0.9}
+    assert {**said, "clip_grad": 0.0} == {
+        **config,
+        "clip_grad": 0.0,
+        "optimizer": "sgd",
+        "sgd_momentum": 0.9,
+    }
     two = {"num_microbatches": 2, "seq_length": 1, "micro_batch_size": 1, "forward_only": False}
     groups = {"pg_collection": "groups", "force_all_reduce": False}
-    step = [("schedule", two), "forward", "zero_grad_buffer", "zero_grad", "forward", ("finalize", 1, None, groups)]
+    step = [
+        ("schedule", two),
+        "forward",
+        "zero_grad_buffer",
+        "zero_grad",
+        "forward",
+        ("finalize", 1, None, groups),
+    ]
     assert calls[5:] == [*step, ("step", 0.0, 0.1), *step, ("step", 0.0, 0.1)]
     # Momentum and all: checkpoints of one continue under the other, and the learning rate is followed.
     for path, strategy in (
@@ -102,7 +144,12 @@ def test_megatron_gets_its_arguments_and_trains_like_ddp() -> None:
 @pytest.mark.world_size(2)
 def test_parts_of_tensor_ranks_are_put_together() -> None:
     install()
-    rank, strategy, module, whole = dist.get_rank(), MegatronStrategy("cpu", tensor_parallel=2), Task(), Task()
+    rank, strategy, module, whole = (
+        dist.get_rank(),
+        MegatronStrategy("cpu", tensor_parallel=2),
+        Task(),
+        Task(),
+    )
     strategy.start()
     module.net, whole.net = Model(), Model()
     for name, axis in (("up.weight", 0), ("up.bias", 0), ("down.weight", 1)):
@@ -111,13 +158,17 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
         part.tensor_model_parallel, part.partition_dim = True, axis  # as Megatron's layers have it
         setattr(layer, key, part)
     full = {name: dist_whole(value) for name, value in strategy.module_state(module).items()}
-    assert {name: value.shape for name, value in full.items()} == {n: v.shape for n, v in whole.state_dict().items()}
+    assert {name: value.shape for name, value in full.items()} == {
+        n: v.shape for n, v in whole.state_dict().items()
+    }
     expected = {name: torch.randn_like(value) for name, value in full.items()}
     for value in expected.values():
         dist.broadcast(value, 0)
     strategy.load_module_state(module, expected, strict=True)
     torch.testing.assert_close(module.net.up.weight, expected["net.up.weight"].chunk(2, 0)[rank])
-    torch.testing.assert_close(module.net.down.weight, expected["net.down.weight"].chunk(2, 1)[rank])
+    torch.testing.assert_close(
+        module.net.down.weight, expected["net.down.weight"].chunk(2, 1)[rank]
+    )
     # Moments, too; those of one optimizer into another one's.
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
     chunk = SimpleNamespace(parameters=module.parameters)
@@ -129,7 +180,8 @@ def test_parts_of_tensor_ranks_are_put_together() -> None:
         inner[parameter] = {"momentum_buffer": parameter.detach().clone()}
     _, state = strategy.optimizer_state(optimizer)
     moments = {
-        parameter: {"momentum_buffer": dist_whole(own["momentum_buffer"]) * 2} for parameter, own in state.items()
+        parameter: {"momentum_buffer": dist_whole(own["momentum_buffer"]) * 2}
+        for parameter, own in state.items()
     }
     assert moments[module.net.up.weight]["momentum_buffer"].shape == (16, 8)
     strategy.load_optimizer_state(optimizer, [{"lr": 0.3}], moments)
@@ -150,7 +202,11 @@ class Overflowing(Task):
 
 def whole_run(path: str) -> dict[str, Any]:
     state = read_state(Path(path), False)
-    return {"model": state["state_dict"], "moments": state["optimizer_states"][0]["state"], **state["precision"]}
+    return {
+        "model": state["state_dict"],
+        "moments": state["optimizer_states"][0]["state"],
+        **state["precision"],
+    }
 
 
 @pytest.mark.slow
@@ -162,7 +218,11 @@ def test_the_distributed_optimizer_is_the_same_training() -> None:
     calls = install()
     distributed = partial(MegatronStrategy, "cpu", distributed_optimizer=True)
     trainer, _ = train(distributed(), module=Task(adam), save="divided", max_steps=2)
-    assert calls[2] == ("wrap", {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True}, True)
+    assert calls[2] == (
+        "wrap",
+        {"grad_reduce_in_fp32": True, "use_distributed_optimizer": True},
+        True,
+    )
     assert calls[4][1]["use_distributed_optimizer"] is True
     assert "distributed optimizer" in trainer.strategy.describe()
     train(MegatronStrategy("cpu"), module=Task(adam), save="whole", max_steps=2)
@@ -185,7 +245,9 @@ def test_the_distributed_optimizer_is_the_same_training() -> None:
         assert all(value.dtype == torch.float32 for value in weights.values())
         assert any((value != value.bfloat16().float()).any() for value in weights.values())
         train(strategy(), module=task(), precision=precision, save="straight")
-        _, found = train(strategy(), module=task(), precision=precision, save="resumed", ckpt_path="half")
+        _, found = train(
+            strategy(), module=task(), precision=precision, save="resumed", ckpt_path="half"
+        )
         assert found["net.up.weight"].dtype == torch.bfloat16
         torch.testing.assert_close(whole_run("resumed"), whole_run("straight"), rtol=0, atol=0)
         _, found = train("ddp", module=Task(adam), ckpt_path="half")
@@ -194,11 +256,19 @@ def test_the_distributed_optimizer_is_the_same_training() -> None:
     module, sixteen = Overflowing(adam, fp16=True), {"precision": "16-mixed"}
     trainer, _ = train(distributed(), module=module, save="scaled", **sixteen)
     assert trainer.global_step == 3
-    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05, "two of three steps were skipped, the next halves it"
+    assert trainer.optimizers[0].param_groups[0]["lr"] == 0.05, (
+        "two of three steps were skipped, the next halves it"
+    )
     scale = whole_run("scaled")
-    assert (scale["scale"], scale["_growth_tracker"], scale["megatron"]) == (2.0**19, 0, {"hysteresis_tracker": 0})
+    assert (scale["scale"], scale["_growth_tracker"], scale["megatron"]) == (
+        2.0**19,
+        0,
+        {"hysteresis_tracker": 0},
+    )
     other = Overflowing(adam, fp16=True)
-    trainer, _ = train(distributed(), module=other, ckpt_path="scaled", max_epochs=2, max_steps=4, **sixteen)
+    trainer, _ = train(
+        distributed(), module=other, ckpt_path="scaled", max_epochs=2, max_steps=4, **sixteen
+    )
     assert trainer.precision_plugin.state_dict()["scale"] == 2.0**19
     assert trainer.precision_plugin.state_dict()["_growth_tracker"] == 1
     with pytest.raises(StrategyError, match="distributed optimizer does not support SGD"):
@@ -240,7 +310,12 @@ def test_unsupported_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     for optimizer, told in (
         (torch.optim.Adagrad(weights), "found: Adagrad"),
         (torch.optim.AdamW(weights, amsgrad=True), "AdamW with amsgrad"),
-        (torch.optim.SGD([{"params": weights}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=1), "2 groups"),
+        (
+            torch.optim.SGD(
+                [{"params": weights}, {"params": [nn.Parameter(torch.zeros(1))]}], lr=1
+            ),
+            "2 groups",
+        ),
     ):
         with pytest.raises(StrategyError, match=told.replace("found: ", "")):
             optimizer_options(optimizer)
@@ -258,7 +333,11 @@ def test_unsupported_options_are_refused(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_key_of_accelerates_is_taken_or_refused() -> None:
     assert set(KEYS) == set(SECTIONS["megatron_lm_config"])
-    told = {"megatron_lm_tp_degree": "4", "megatron_lm_sequence_parallelism": "True", "megatron_lm_pp_degree": "1"}
+    told = {
+        "megatron_lm_tp_degree": "4",
+        "megatron_lm_sequence_parallelism": "True",
+        "megatron_lm_pp_degree": "1",
+    }
     told["megatron_lm_use_distributed_optimizer"] = "true"
     assert from_launcher(told) == {
         "tensor_parallel": 4,
@@ -266,8 +345,14 @@ def test_every_key_of_accelerates_is_taken_or_refused() -> None:
         "distributed_optimizer": True,
         "gradient_clipping": 1.0,
     }
-    for key, value in (("pp_degree", "2"), ("recompute_activations", "true"), ("context_parallel_size", "2")):
-        with pytest.raises(ConfigurationError, match=f"megatron_lm_{key} is not an option of MegatronStrategy"):
+    for key, value in (
+        ("pp_degree", "2"),
+        ("recompute_activations", "true"),
+        ("context_parallel_size", "2"),
+    ):
+        with pytest.raises(
+            ConfigurationError, match=f"megatron_lm_{key} is not an option of MegatronStrategy"
+        ):
             from_launcher({f"megatron_lm_{key}": value})
 
 
@@ -278,10 +363,14 @@ def test_the_memory_and_traffic_of_a_rank_are_reported() -> None:
     strategy.tensor_parallel, strategy.distributed_optimizer = 2, False
     costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
     assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 212 * 4)
-    assert optimizer_bytes([optimizer], costs) == 2 * 212 * 4 + 4 * 4  # moments in full precision, and steps
+    assert (
+        optimizer_bytes([optimizer], costs) == 2 * 212 * 4 + 4 * 4
+    )  # moments in full precision, and steps
     assert [sent.partition(":")[0] for sent in costs.exchanges] == ["gradients", "activations"]
     assert "4 data ranks; each of 2 tensor ranks" in costs.layout
-    assert megatron_costs(module, "32-true", 2, 1).exchanges == ["gradients: all-reduce over 2 data ranks"]
+    assert megatron_costs(module, "32-true", 2, 1).exchanges == [
+        "gradients: all-reduce over 2 data ranks"
+    ]
     strategy.distributed_optimizer = True
     costs = strategy.costs(module, make_precision("bf16-mixed", "cpu"), 8)
     assert (costs.parameters, costs.gradients, costs.masters) == (212 * 2, 212 * 4, 53 * 4)
@@ -295,7 +384,8 @@ def test_the_memory_and_traffic_of_a_rank_are_reported() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or importlib.util.find_spec("megatron") is None, reason="needs CUDA and megatron-core"
+    not torch.cuda.is_available() or importlib.util.find_spec("megatron") is None,
+    reason="needs CUDA and megatron-core",
 )
 @pytest.mark.world_size(1)
 def test_the_real_one() -> None:
@@ -305,9 +395,16 @@ def test_the_real_one() -> None:
 
     class Language(tk.TrainModule):
         def configure_model(self) -> None:
-            sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "attention_dropout": 0.0}
+            sizes = {
+                "num_layers": 2,
+                "hidden_size": 32,
+                "num_attention_heads": 4,
+                "attention_dropout": 0.0,
+            }
             config = TransformerConfig(**sizes, hidden_dropout=0.0, pipeline_dtype=torch.float32)
-            self.net = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16)
+            self.net = GPTModel(
+                config, get_gpt_layer_local_spec(), vocab_size=64, max_sequence_length=16
+            )
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             (tokens,) = batch
@@ -325,7 +422,9 @@ def test_the_real_one() -> None:
     for distributed in (False, True):
         losses: list[float] = []
         strategy = MegatronStrategy(distributed_optimizer=distributed)
-        trainer = tk.Trainer(accelerator="cuda", devices=1, strategy=strategy, max_epochs=5, barebones=True, seed=0)
+        trainer = tk.Trainer(
+            accelerator="cuda", devices=1, strategy=strategy, max_epochs=5, barebones=True, seed=0
+        )
         trainer.fit(Language(), data)
         assert losses[-1] < losses[0] / 2
         trainer.save_checkpoint(f"{distributed}")

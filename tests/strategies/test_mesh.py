@@ -39,7 +39,13 @@ def split(module: nn.Module, plan: Any, size: int = 2, **flags: bool) -> None:
 
 
 def test_places_are_counted_before_anything_starts() -> None:
-    assert MeshStrategy(tp=2).places(8) == {"pp": 1, "dp_replicate": 1, "dp_shard": 4, "cp": 1, "tp": 2}
+    assert MeshStrategy(tp=2).places(8) == {
+        "pp": 1,
+        "dp_replicate": 1,
+        "dp_shard": 4,
+        "cp": 1,
+        "tp": 2,
+    }
     assert MeshStrategy(dp_replicate=-1, dp_shard=1).places(3)["dp_replicate"] == 3
     with pytest.raises(StrategyError) as told:
         MeshStrategy(dp_shard=2, tp=2).places(8)
@@ -48,10 +54,14 @@ def test_places_are_counted_before_anything_starts() -> None:
         "  found: dp_shard=2 × tp=2 in MeshStrategy(...)\n"
         "  fix:   launch 4 processes, or leave one axis at -1"
     )
-    with pytest.raises(StrategyError, match=r"3 places or a multiple but 8 (.|\n)*launch 9 processes$"):
+    with pytest.raises(
+        StrategyError, match=r"3 places or a multiple but 8 (.|\n)*launch 9 processes$"
+    ):
         MeshStrategy(tp=3).places(8)
     with pytest.raises(StrategyError, match="2 places but 1 process was launched"):
-        tk.Trainer(devices=1, accelerator="cpu", strategy=MeshStrategy(dp_shard=1, tp=2), barebones=True)
+        tk.Trainer(
+            devices=1, accelerator="cpu", strategy=MeshStrategy(dp_shard=1, tp=2), barebones=True
+        )
     with pytest.raises(StrategyError, match="-1 for dp_shard, tp"):
         MeshStrategy(tp=-1)
     with pytest.raises(StrategyError, match="is at least 1\n  found: cp=0"):
@@ -95,15 +105,22 @@ def test_plans_that_do_not_fit_the_module() -> None:
         assert told in str(error.value)
     with pytest.raises(StrategyError, match="does not support sequence or loss parallelism"):
         split(net, "gpt", sequence_parallel=True)
-    with pytest.raises(StrategyError, match=r"lm_head.out_features = 16, tp=3(.|\n)*use tp=2, or pad it to"):
+    with pytest.raises(
+        StrategyError, match=r"lm_head.out_features = 16, tp=3(.|\n)*use tp=2, or pad it to"
+    ):
         split(net, {"lm_head": "colwise"}, 3)
-    with pytest.raises(StrategyError, match=r"embed_tokens.num_embeddings = 16, tp=5\n  fix:   use tp=4, or pad"):
+    with pytest.raises(
+        StrategyError, match=r"embed_tokens.num_embeddings = 16, tp=5\n  fix:   use tp=4, or pad"
+    ):
         split(net, {"embed_tokens": "rowwise_rep"}, 5)
     with pytest.raises(
-        StrategyError, match=r"all layers that share a parameter, or none(.|\n)*add 'embed_tokens' to the plan"
+        StrategyError,
+        match=r"all layers that share a parameter, or none(.|\n)*add 'embed_tokens' to the plan",
     ):
         split(make_language(tied=True), {"lm_head": "colwise_rep"})
-    net.__dict__["config"] = type("Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2})
+    net.__dict__["config"] = type(
+        "Config", (), {"num_attention_heads": 4, "num_key_value_heads": 2}
+    )
     with pytest.raises(StrategyError, match="num_key_value_heads = 2, tp=4\n  fix:   use tp=2"):
         split(net, "llama", 4)
 
@@ -114,9 +131,20 @@ def test_presets_find_layers_by_name() -> None:
     assert len(styles) == 2 * 8 + 2
     assert "net.layers.1.self_attn.q_norm" in styles
     assert "net.norm" not in styles
-    assert "net.norm" in TensorParallel(ParallelPlan(tensor="llama", sequence_parallel=True)).styles(speaker)
-    parts = [nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.LayerNorm(4), nn.Linear(4, 8), nn.LayerNorm(8)]
-    styles = TensorParallel(ParallelPlan(tensor="mlp")).styles(nn.Sequential(*parts, nn.Linear(8, 1)))
+    assert "net.norm" in TensorParallel(
+        ParallelPlan(tensor="llama", sequence_parallel=True)
+    ).styles(speaker)
+    parts = [
+        nn.Linear(4, 8),
+        nn.ReLU(),
+        nn.Linear(8, 4),
+        nn.LayerNorm(4),
+        nn.Linear(4, 8),
+        nn.LayerNorm(8),
+    ]
+    styles = TensorParallel(ParallelPlan(tensor="mlp")).styles(
+        nn.Sequential(*parts, nn.Linear(8, 1))
+    )
     assert [(name, type(style).__name__) for name, style in styles.items()] == [
         ("0", "ColwiseParallel"),
         ("2", "RowwiseParallel"),
@@ -129,14 +157,22 @@ class Brought(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model, self.lm_head = make_language(), nn.Linear(8, 16)
-        self._tp_plan = {"lm_head": "colwise_gather_output", "model.layers.*.mlp.up_proj": "colwise", "gone": "colwise"}
+        self._tp_plan = {
+            "lm_head": "colwise_gather_output",
+            "model.layers.*.mlp.up_proj": "colwise",
+            "gone": "colwise",
+        }
         self.model._tp_plan = {"layers.*.mlp.up_proj": "colwise"}
 
 
 def test_a_model_brings_its_plan() -> None:
     module = nn.ModuleDict({"net": Brought()})
     names = list(TensorParallel(ParallelPlan()).styles(module))
-    assert names == ["net.lm_head", "net.model.layers.0.mlp.up_proj", "net.model.layers.1.mlp.up_proj"]
+    assert names == [
+        "net.lm_head",
+        "net.model.layers.0.mlp.up_proj",
+        "net.model.layers.1.mlp.up_proj",
+    ]
 
 
 def context(size: int = 2, rank: int = 1, **options: Any) -> ContextParallel:
@@ -150,7 +186,9 @@ def test_a_rank_gets_its_part_of_a_sequence() -> None:
     pair = context().shard_batch((tokens, weights))
     assert pair[0].tolist() == [[3, 4, 5], [9, 10, 11]]
     assert pair[1] is weights
-    named = context(dims={"ids": 1}, positions="at").shard_batch({"ids": tokens, "features": tokens})
+    named = context(dims={"ids": 1}, positions="at").shard_batch(
+        {"ids": tokens, "features": tokens}
+    )
     assert {name: value.tolist() for name, value in named.items()} == {
         "ids": pair[0].tolist(),
         "features": tokens.tolist(),
@@ -163,7 +201,10 @@ def test_a_rank_gets_its_part_of_a_sequence() -> None:
     given = {"ids": tokens, "at": tokens}
     assert context(positions="at").shard_batch(given)["at"].tolist() == pair[0].tolist()
     assert context(dims={1: 0}).shard_batch([tokens, torch.arange(4)])[1].tolist() == [2, 3]
-    with pytest.raises(StrategyError, match="length 6 in dimension 1, cp=4\n  fix:   pad sequences to a multiple of 4"):
+    with pytest.raises(
+        StrategyError,
+        match="length 6 in dimension 1, cp=4\n  fix:   pad sequences to a multiple of 4",
+    ):
         context(4).shard_batch((tokens, weights))
 
 
@@ -188,7 +229,13 @@ def test_the_mean_over_no_targets_is_zero() -> None:
     logits = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     none, some = torch.full((4,), -100), torch.tensor([0, -100, 2, 1])
     weight = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
-    for options in ({}, {"weight": weight}, {"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none"}):
+    for options in (
+        {},
+        {"weight": weight},
+        {"label_smoothing": 0.1},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+    ):
         expected = F.cross_entropy(logits, some, **options)
         with context().attending():
             torch.testing.assert_close(F.cross_entropy(logits, some, **options), expected)
@@ -209,13 +256,20 @@ def test_processes_that_draw_alike_find_it_out_by_one_number() -> None:
         "numpy": ("MT19937", np.arange(4, dtype=np.uint32), 4, 0, 0.0),
         "torch": torch.arange(4, dtype=torch.uint8),
     }
-    assert digest(state) == 3815203509, "another number in another process: whole states would be sent in every step"
-    assert len({digest({**state, "python": (3, (1, 2, 3), gauss)}) for gauss in (None, 0.0, 0.5)}) == 3
+    assert digest(state) == 3815203509, (
+        "another number in another process: whole states would be sent in every step"
+    )
+    assert (
+        len({digest({**state, "python": (3, (1, 2, 3), gauss)}) for gauss in (None, 0.0, 0.5)}) == 3
+    )
 
 
 def test_a_transform_changes_only_the_methods_it_overrides() -> None:
     """The defaults of the contract: `ActivationCheckpointing` divides no batch and wraps no step."""
-    transform, net = ActivationCheckpointing(), torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    transform, net = (
+        ActivationCheckpointing(),
+        torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)),
+    )
     transform.apply(net)
     assert "forward" in net[0].__dict__
     batch = [torch.ones(2)]

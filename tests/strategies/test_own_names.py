@@ -29,7 +29,18 @@ class Delegates(Strategy):
         return self._costs
 
 
-NAMES = ["_pp", "pp", "tp_mine", "_cp", "fsdp2", "deepspeed_mine", "xla_like", "megatron_x", "ppo_engine", "ddp"]
+NAMES = [
+    "_pp",
+    "pp",
+    "tp_mine",
+    "_cp",
+    "fsdp2",
+    "deepspeed_mine",
+    "xla_like",
+    "megatron_x",
+    "ppo_engine",
+    "ddp",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,7 +49,9 @@ def test_a_name_decides_nothing(name, precision, tmp_path):
     losses = []
     for strategy in (Delegates(name), "auto"):
         torch.manual_seed(0)
-        trainer = tk.Trainer(accelerator="cpu", strategy=strategy, precision=precision, max_epochs=1, barebones=True)
+        trainer = tk.Trainer(
+            accelerator="cpu", strategy=strategy, precision=precision, max_epochs=1, barebones=True
+        )
         module = TinyModule()
         trainer.fit(module, [torch.ones(2, 32)] * 2)
         trainer.save_checkpoint(tmp_path / "saved")
@@ -48,11 +61,15 @@ def test_a_name_decides_nothing(name, precision, tmp_path):
 
 def test_explain_shows_the_costs_that_the_strategy_declares(capsys):
     module = TinyModule()
-    unknown = tk.Trainer(accelerator="cpu", strategy=Delegates("_pp"), barebones=True).explain(module)
+    unknown = tk.Trainer(accelerator="cpu", strategy=Delegates("_pp"), barebones=True).explain(
+        module
+    )
     assert "_pp around" in unknown
     plain = tk.Trainer(accelerator="cpu", barebones=True).explain(module)
     own = Costs(layout="mine alone", parameters=7, gradients=7, stepped=list)
-    known = tk.Trainer(accelerator="cpu", strategy=Delegates("_pp", own), barebones=True).explain(module)
+    known = tk.Trainer(accelerator="cpu", strategy=Delegates("_pp", own), barebones=True).explain(
+        module
+    )
     assert "mine alone" in known
     whole = [line for line in plain.splitlines() if line.startswith("layout")]
     assert whole

@@ -16,7 +16,12 @@ from tests.strategies.pipelines import Words, Writer, stages, texts
 from tests.training.test_closures import SAM
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.parallel import PipelinePlan
-from trainer_kit.strategies.transforms.pipeline_stages import Turn, lay_out, make_stages, pipelined_model
+from trainer_kit.strategies.transforms.pipeline_stages import (
+    Turn,
+    lay_out,
+    make_stages,
+    pipelined_model,
+)
 
 CPU = torch.device("cpu")
 
@@ -143,7 +148,9 @@ def test_values_that_would_have_to_cross_between_stages_are_refused() -> None:
         run(split(HeadFirst(), 2), torch.ones(1, 4))
     model = HeadFirst()
     expected = model(torch.ones(1, 4))
-    assert torch.equal(run(split(model, 2, PipelinePlan(last=["head"])), torch.ones(1, 4)), expected)
+    assert torch.equal(
+        run(split(model, 2, PipelinePlan(last=["head"])), torch.ones(1, 4)), expected
+    )
 
 
 def test_parameters_shared_by_stages_are_found() -> None:
@@ -209,7 +216,9 @@ class Failing(Writer):
 
 
 def fit(make: Any) -> None:
-    trainer = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)
+    trainer = tk.Trainer(
+        accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1
+    )
     trainer.fit(make(), texts((4,) * 2))
 
 
@@ -237,7 +246,11 @@ def test_weights_of_other_stages_are_freed_at_once() -> None:
     class Looking(Writer):
         def on_train_start(self) -> None:
             own = {id(parameter) for parameter in self.parameters()}
-            self.left = [found for reference in before if (found := reference()) is not None and id(found) not in own]
+            self.left = [
+                found
+                for reference in before
+                if (found := reference()) is not None and id(found) not in own
+            ]
             assert len(own) < len(before)
 
     module = Looking()
@@ -271,7 +284,9 @@ def test_modules_that_have_no_place_in_a_pipeline() -> None:
     ):
         with case(module=make.__name__), pytest.raises(StrategyError, match=what):
             fit(make)
-    with pytest.raises(ConfigurationError, match=r"SAM evaluates the loss again.*each rank of a pipeline"):
+    with pytest.raises(
+        ConfigurationError, match=r"SAM evaluates the loss again.*each rank of a pipeline"
+    ):
         fit(Sharp)
     module = Writer()
     first = tk.Trainer(accelerator="cpu", strategy=stages(), devices=2, barebones=True, max_steps=1)

@@ -33,7 +33,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         made.append(("all_reduce", kind, len(tensors), scale))
         for tensor in tensors:
             other = tensor + 1
-            together = {"sum": tensor + other, "min": torch.minimum(tensor, other), "max": torch.maximum(tensor, other)}
+            together = {
+                "sum": tensor + other,
+                "min": torch.minimum(tensor, other),
+                "max": torch.maximum(tensor, other),
+            }
             tensor.copy_(together[kind] * scale)
         return tensors
 
@@ -60,7 +64,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     vars(core).update(xla_model=model)
     vars(model).update(all_reduce=all_reduce, rendezvous=rendezvous, all_gather=all_gather)
     vars(runtime).update(
-        local_process_count=lambda: 2, world_size=lambda: 2, global_ordinal=lambda: 1, local_ordinal=lambda: 1
+        local_process_count=lambda: 2,
+        world_size=lambda: 2,
+        global_ordinal=lambda: 1,
+        local_ordinal=lambda: 1,
     )
     for module in (root, core, model, runtime):
         monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -91,7 +98,9 @@ def test_a_group_over_its_collectives(calls: list[Any]) -> None:
     assert calls[-1] == ("rendezvous", "barrier")
 
 
-def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls: list[Any]) -> None:
+def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(
+    calls: list[Any],
+) -> None:
     strategy, module = started(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
     assert strategy.gradient_divisor == strategy.data.size == 2
@@ -115,7 +124,10 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
     strategy.forward_backward(MicroBatches())
     assert calls == ["begin 0", "end 0", "begin 1", "end 1", ("all_reduce", "sum", 4, 0.5)]
     assert module[0].bias.grad is not None
-    assert module[0].bias.grad.tolist() == [2.5, 2.5]  # two micro-batches here; one more there: (2 + 3) / 2
+    assert module[0].bias.grad.tolist() == [
+        2.5,
+        2.5,
+    ]  # two micro-batches here; one more there: (2 + 3) / 2
     assert module[1].bias.grad is not None
     assert module[1].bias.grad.tolist() == [0.5]
     module[0].requires_grad_(False)
@@ -124,7 +136,12 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
     module[1].bias.requires_grad_(False)
     module[1].zero_grad()
     strategy.forward_backward(MicroBatches())
-    assert [parameter.grad is not None for parameter in module.parameters()] == [True, False, True, False]
+    assert [parameter.grad is not None for parameter in module.parameters()] == [
+        True,
+        False,
+        True,
+        False,
+    ]
     module.requires_grad_(False)
     strategy.prepare_module(module, False, make_precision("32-true", "cpu"))
     module.requires_grad_()
@@ -141,7 +158,11 @@ def test_gradients_are_averaged_in_one_exchange_after_the_last_micro_batch(calls
 def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PJRT_LOCAL_PROCESS_RANK", "1")  # as torch_xla.launch has it
     accelerator = tk.Accelerator(gradient_accumulation_steps=2)
-    assert (accelerator.process_index, accelerator.local_process_index, accelerator.num_processes) == (1, 1, 2)
+    assert (
+        accelerator.process_index,
+        accelerator.local_process_index,
+        accelerator.num_processes,
+    ) == (1, 1, 2)
     assert (accelerator.distributed_type, accelerator.backend) == (tk.DistributedType.XLA, "cpu")
     model = nn.Linear(2, 1)
     nn.init.zeros_(model.weight)
@@ -153,14 +174,28 @@ def test_a_loop_of_the_user_s_own(calls: list[Any], monkeypatch: pytest.MonkeyPa
         with accelerator.accumulate(model):
             accelerator.backward(model(batch).mean())
             if accelerator.sync_gradients:
-                calls.append(round(float(accelerator.clip_grad_norm_(model.parameters(), 100.0)), 3))
+                calls.append(
+                    round(float(accelerator.clip_grad_norm_(model.parameters(), 100.0)), 3)
+                )
             optimizer.step()
             optimizer.zero_grad()
         calls.append("batch")
     # Over there a gradient is one more. The norm is of the averages, sqrt(3 * 1.5 ** 2), and nothing is averaged twice;
     # the second window is of one batch, whose gradient, half of it, is corrected behind the exchange.
     exchanged = ("all_reduce", "sum", 2, 0.5)
-    assert calls == ["batch", exchanged, 2.598, "sync", "batch", "sync", exchanged, 3.464, "sync", "batch", "sync"]
+    assert calls == [
+        "batch",
+        exchanged,
+        2.598,
+        "sync",
+        "batch",
+        "sync",
+        exchanged,
+        3.464,
+        "sync",
+        "batch",
+        "sync",
+    ]
     with (
         pytest.raises(ConfigurationError, match="every step needs all processes"),
         accelerator.join_uneven_inputs([model]),
@@ -172,20 +207,34 @@ def test_a_script_in_a_process_for_each_device(
     calls: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os, sys; print(__name__, sys.argv, os.environ['RANK'], os.environ['WORLD_SIZE'])")
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    script.write_text(
+        "import os, sys; print(__name__, sys.argv, os.environ['RANK'], os.environ['WORLD_SIZE'])"
+    )
+    for name in (
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ):
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", list(sys.path))
     for told, ran in (("2", True), ("4", False)):
         monkeypatch.setenv("TRAINER_KIT_NUM_PROCESSES", told)
         out = StringIO()
-        with redirect_stdout(out), nullcontext() if ran else pytest.raises(LaunchError, match="for each device"):
+        with (
+            redirect_stdout(out),
+            nullcontext() if ran else pytest.raises(LaunchError, match="for each device"),
+        ):
             each_device.main([str(script), "--lr", "1"])
         assert out.getvalue() == (f"__main__ {[str(script), '--lr', '1']} 1 2\n" if ran else "")
 
 
-def test_options_unsupported_on_several_processes_are_refused_before_the_first_step(calls: list[Any]) -> None:
+def test_options_unsupported_on_several_processes_are_refused_before_the_first_step(
+    calls: list[Any],
+) -> None:
     with pytest.raises(StrategyError, match="sharded weights need one process"):
         started(shard_parameters=True)
     with pytest.raises(StrategyError, match="sharded weights need one process"):
@@ -194,8 +243,12 @@ def test_options_unsupported_on_several_processes_are_refused_before_the_first_s
         started().prepare_module(nn.Linear(1, 1), True, make_precision("32-true", "cpu"))
 
 
-@pytest.mark.parametrize(("strategy", "accelerator"), [("xla", "auto"), ("auto", "tpu"), (XLAStrategy(), "auto")])
-def test_without_torch_xla_the_error_names_it(strategy: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "accelerator"), [("xla", "auto"), ("auto", "tpu"), (XLAStrategy(), "auto")]
+)
+def test_without_torch_xla_the_error_names_it(
+    strategy: Any, accelerator: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainer_kit.core.environment import Environment
 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -14,16 +14,31 @@ BATCHES = [torch.ones(2, 32)] * 2
 
 
 def fit(callbacks: list[Any], **settings: Any) -> None:
-    Trainer(accelerator="cpu", callbacks=callbacks, max_epochs=1, barebones=True, **settings).fit(TinyModule(), BATCHES)
+    Trainer(accelerator="cpu", callbacks=callbacks, max_epochs=1, barebones=True, **settings).fit(
+        TinyModule(), BATCHES
+    )
 
 
 def test_names_come_in_the_order_of_the_calls() -> None:
     names = record_hooks(callbacks := [])
     fit(callbacks)
-    step = ["on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward"]
+    step = [
+        "on_train_batch_start",
+        "on_before_zero_grad",
+        "on_before_backward",
+        "on_after_backward",
+    ]
     step += ["on_before_optimizer_step", "on_train_batch_end", "on_train_step_end"]
     around = ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start"]
-    assert names == [*around, *step, *step, "on_train_epoch_end", "on_train_end", "on_fit_end", "teardown"]
+    assert names == [
+        *around,
+        *step,
+        *step,
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_fit_end",
+        "teardown",
+    ]
 
 
 def test_every_hook_of_the_specification_is_listened_to() -> None:

@@ -74,10 +74,19 @@ def test_one_rank_and_large_results() -> None:
     assert second.sum() == 300_000
 
 
-def test_ranks_start_in_the_callers_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_start_in_the_callers_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OF_THE_TEST", "here")
-    for rank, (here, directory, variable, group) in enumerate(run_distributed(_place, 2, process_group=False)):
-        assert (here.rank, here.local_rank, here.world_size, here.local_world_size) == (rank, rank, 2, 2)
+    for rank, (here, directory, variable, group) in enumerate(
+        run_distributed(_place, 2, process_group=False)
+    ):
+        assert (here.rank, here.local_rank, here.world_size, here.local_world_size) == (
+            rank,
+            rank,
+            2,
+            2,
+        )
         assert here.master_addr == "127.0.0.1"
         assert (directory, variable, group) == (str(tmp_path), "here", False)
 
@@ -95,7 +104,11 @@ def test_the_first_exception_is_raised_with_its_traceback(rank: int) -> None:
 
 @pytest.mark.parametrize(
     ("how", "told"),
-    [("unpicklable", "Unpicklable: 1 and 2"), ("exit", "exited with code"), ("kill", "killed by SIGKILL")],
+    [
+        ("unpicklable", "Unpicklable: 1 and 2"),
+        ("exit", "exited with code"),
+        ("kill", "killed by SIGKILL"),
+    ],
 )
 def test_values_that_cannot_be_pickled_are_named(how: str, told: str) -> None:
     with pytest.raises(RankError, match=told) as caught:

@@ -67,7 +67,9 @@ def setting(request: pytest.FixtureRequest) -> Setting:
 
 @pytest.mark.world_size(2)
 @pytest.mark.parametrize("start", [1.0, 5.0])
-def test_fixtures_and_parameters_reach_the_ranks(tmp_path: Path, setting: Setting, start: float) -> None:
+def test_fixtures_and_parameters_reach_the_ranks(
+    tmp_path: Path, setting: Setting, start: float
+) -> None:
     assert Path.cwd() == tmp_path
     value = torch.tensor(start * setting.factor)
     dist.all_reduce(value)
@@ -80,7 +82,10 @@ def test_fixtures_and_parameters_reach_the_ranks(tmp_path: Path, setting: Settin
 class TestInAClass:
     @pytest.mark.world_size(3)
     def test_runs_too(self) -> None:
-        assert (self.shift() + dist.get_rank(), dist.get_world_size()) == (1 + int(os.environ["RANK"]), 3)
+        assert (self.shift() + dist.get_rank(), dist.get_world_size()) == (
+            1 + int(os.environ["RANK"]),
+            3,
+        )
 
     def shift(self) -> int:
         return 1
@@ -100,9 +105,22 @@ def test_errors_keep_their_type() -> None:
 
 def test_reports(tmp_path: Path) -> None:
     (tmp_path / "test_suite.py").write_text(SUITE)
-    (tmp_path / "conftest.py").write_text('pytest_plugins = ["trainer_kit.testing.pytest_plugin"]\n')
+    (tmp_path / "conftest.py").write_text(
+        'pytest_plugins = ["trainer_kit.testing.pytest_plugin"]\n'
+    )
     ran = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rs", "-W", "error", "-p", "no:cacheprovider", "test_suite.py"],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-rs",
+            "-W",
+            "error",
+            "-p",
+            "no:cacheprovider",
+            "test_suite.py",
+        ],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,

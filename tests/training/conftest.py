@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader
 from trainer_kit import Callback, DataModule, TrainModule
 from trainer_kit.core.hooks import DataHooks, ModuleHooks
 
-CALLBACK_HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+CALLBACK_HOOKS = [
+    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+]
 MODULE_HOOKS = [name for name in vars(ModuleHooks) if name.startswith("on_")]
 DATA_HOOKS = [name for name in vars(DataHooks) if not name.startswith("__")]
 STEPS = ["training_step", "validation_step", "test_step", "predict_step"]
@@ -45,7 +47,10 @@ class Log(list):
             raise trap
 
     def lines(self):
-        return [" ".join([hook, *(who for _, who in calls)]) for hook, calls in groupby(self, key=lambda call: call[0])]
+        return [
+            " ".join([hook, *(who for _, who in calls)])
+            for hook, calls in groupby(self, key=lambda call: call[0])
+        ]
 
     def who(self, hook):
         return [who for name, who in self if name == hook]
@@ -94,7 +99,10 @@ class PlainModule(TrainModule):
     def configure_optimizers(self):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class PlainData(DataModule):
@@ -136,7 +144,9 @@ def spy_module(log):
 
 
 def spy_data(log):
-    return type("SpyData", (PlainData,), {name: _noting("D", log, name, PlainData) for name in DATA_HOOKS})()
+    return type(
+        "SpyData", (PlainData,), {name: _noting("D", log, name, PlainData) for name in DATA_HOOKS}
+    )()
 
 
 @pytest.fixture
@@ -145,7 +155,13 @@ def make_cast():
 
     def make():
         log = Log()
-        callbacks = [spy_callback("late", log, "late"), spy_callback("C1", log), spy_callback("C2", log)]
-        return SimpleNamespace(log=log, module=spy_module(log), data=spy_data(log), callbacks=callbacks)
+        callbacks = [
+            spy_callback("late", log, "late"),
+            spy_callback("C1", log),
+            spy_callback("C2", log),
+        ]
+        return SimpleNamespace(
+            log=log, module=spy_module(log), data=spy_data(log), callbacks=callbacks
+        )
 
     return make

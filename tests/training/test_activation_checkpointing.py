@@ -36,7 +36,9 @@ class Net(TrainModule):
 
     def training_step(self, batch, batch_idx):
         kept = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept.append(t.numel()) or t, lambda t: t
+        ):
             loss = self.head(self.blocks(batch)).pow(2).mean()
         self.kept = sum(kept)
         return loss
@@ -68,7 +70,9 @@ def test_it_trains_to_the_same_bits_with_less_memory(policy):
     assert module.kept < 0.5 * plain.kept
     for name, value in weights.items():
         assert torch.equal(ours[name], value), name
-    assert not any("forward" in part.__dict__ for part in module.modules()), "nothing is left on the module"
+    assert not any("forward" in part.__dict__ for part in module.modules()), (
+        "nothing is left on the module"
+    )
 
 
 def test_it_is_taken_back_after_a_failure():
@@ -130,7 +134,10 @@ class Rows(nn.Module):
     def forward(self, x):
         Rows.calls += 1
         heads = x[:, None]  # attention sees the whole sequence, also when backward runs it again
-        x = x + nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        x = (
+            x
+            + nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        )
         return x + self.down(self.drop(nn.functional.gelu(self.up(x))))
 
 
@@ -149,7 +156,9 @@ def whole(strategy, kind, **options):
     torch.manual_seed(3)
     made.fit(module, list(torch.randn(4, 2, 8, 8, generator=torch.Generator().manual_seed(2))))
     state = made.strategy.module_state(module)
-    return {n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in state.items()}, Rows.calls
+    return {
+        n: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for n, t in state.items()
+    }, Rows.calls
 
 
 def check_same_bits(devices, **strategies):
@@ -157,26 +166,36 @@ def check_same_bits(devices, **strategies):
         kind = Stages if name.startswith("pp") else Sequences
         plain, once = whole(make(), kind, devices=devices)
         ours, calls = whole(make(), kind, devices=devices, activation_checkpointing=True)
-        assert calls >= 2 * once - 2, (name, once, calls)  # a pipeline first runs its stage for the shapes
+        assert calls >= 2 * once - 2, (
+            name,
+            once,
+            calls,
+        )  # a pipeline first runs its stage for the shapes
         assert all(torch.equal(ours[key], value) for key, value in plain.items()), name
 
 
 @pytest.mark.slow
 @pytest.mark.world_size(2)
 def test_the_same_bits_on_each_axis_of_a_mesh():
-    check_same_bits(2, **{name: partial(MeshStrategy, dp_shard=1, **{name: 2}) for name in ("tp", "pp", "cp")})
+    check_same_bits(
+        2, **{name: partial(MeshStrategy, dp_shard=1, **{name: 2}) for name in ("tp", "pp", "cp")}
+    )
 
 
 @pytest.mark.long
 @pytest.mark.world_size(2)
 def test_the_same_bits_under_deepspeed():
-    check_same_bits(2, **{f"stage_{stage}": partial(str, f"deepspeed_stage_{stage}") for stage in (1, 3)})
+    check_same_bits(
+        2, **{f"stage_{stage}": partial(str, f"deepspeed_stage_{stage}") for stage in (1, 3)}
+    )
 
 
 @pytest.mark.long
 @pytest.mark.world_size(4)
 def test_the_same_bits_on_two_axes():
-    check_same_bits(4, tp=partial(MeshStrategy, dp_shard=2, tp=2), pp=partial(MeshStrategy, dp_shard=2, pp=2))
+    check_same_bits(
+        4, tp=partial(MeshStrategy, dp_shard=2, tp=2), pp=partial(MeshStrategy, dp_shard=2, pp=2)
+    )
 
 
 @pytest.mark.slow

@@ -26,7 +26,12 @@ from trainer_kit.state import saving
 from trainer_kit.state.runs import RunFiles
 from trainer_kit.testing import run_distributed
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+}
 BATCHES = [torch.ones(2, 8) * i for i in range(1, 9)]
 
 
@@ -97,7 +102,9 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, storage):
         storage.open.set()
 
     fit(tmp_path, At(step1=lambda trainer: storage.open.clear(), step3=look), every=2)
-    assert seen == {3: []}, "a step was trained although the checkpoint of the one before is not there yet"
+    assert seen == {3: []}, (
+        "a step was trained although the checkpoint of the one before is not there yet"
+    )
     assert [record.step for record in checkpoints(tmp_path)] == [2, 4, 6, 8]
     assert "checkpoint" in storage.threads
 
@@ -120,7 +127,10 @@ def test_it_holds_the_step_that_it_was_asked_for(tmp_path, storage, behind):
     class Remembers(Callback):
         def on_train_step_end(self, trainer, module):
             optimizer = trainer.optimizers[0].state[module.layer.weight]
-            after[trainer.global_step] = module.layer.weight.detach().clone(), optimizer["exp_avg"].clone()
+            after[trainer.global_step] = (
+                module.layer.weight.detach().clone(),
+                optimizer["exp_avg"].clone(),
+            )
 
     slow = At(step1=lambda trainer: storage.open.clear(), step3=lambda trainer: storage.open.set())
     fit(tmp_path, Remembers(), *([slow] if behind else []), async_save=behind)
@@ -128,7 +138,9 @@ def test_it_holds_the_step_that_it_was_asked_for(tmp_path, storage, behind):
         state = read_checkpoint(record)
         weight, average = after[record.step]
         assert torch.equal(state["model"]["layer.weight"], weight)
-        assert torch.equal(state["optimizer_states"][0]["state"]["layer.weight"]["exp_avg"], average)
+        assert torch.equal(
+            state["optimizer_states"][0]["state"]["layer.weight"]["exp_avg"], average
+        )
         assert state["progress"]["step"] == record.step
 
 
@@ -140,7 +152,11 @@ def test_a_save_that_is_due_waits_for_the_one_under_way(tmp_path, storage):
 
     fit(
         tmp_path,
-        At(step1=lambda trainer: storage.open.clear(), step4=opens, step5=lambda trainer: order.append("step 5")),
+        At(
+            step1=lambda trainer: storage.open.clear(),
+            step4=opens,
+            step5=lambda trainer: order.append("step 5"),
+        ),
     )
     assert order == ["open", "step 5"]
     assert [record.step for record in checkpoints(tmp_path)] == [2, 4, 6, 8]
@@ -171,7 +187,9 @@ def test_the_end_of_training_waits(tmp_path, storage):
 
     class Ends(Callback):
         def on_train_end(self, trainer, module):
-            found.update({record.step: verify_checkpoint(record) for record in checkpoints(tmp_path)})
+            found.update(
+                {record.step: verify_checkpoint(record) for record in checkpoints(tmp_path)}
+            )
 
     def opens(trainer):
         threading.Timer(0.3, storage.open.set).start()
@@ -228,7 +246,10 @@ def test_a_slow_storage_that_training_waits_for_is_reported(tmp_path, storage, c
         threading.Timer(0.6, storage.open.set).start()
 
     fit(tmp_path, At(step8=opens), every=8)
-    assert f"save of step 8 has taken 0 s ({tmp_path}/step-00000008); training waits for it" in capsys.readouterr().out
+    assert (
+        f"save of step 8 has taken 0 s ({tmp_path}/step-00000008); training waits for it"
+        in capsys.readouterr().out
+    )
 
 
 def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
@@ -238,7 +259,9 @@ def test_the_memory_of_a_save_serves_the_next_one(tmp_path):
         def on_train_batch_start(self, trainer, module, batch, batch_idx):
             if trainer.global_step in (4, 6):
                 copies = trainer.run.saver.buffers[False]._previous
-                held.append({name: copy.data_ptr() for name, copy in copies.items() if copy.numel()})
+                held.append(
+                    {name: copy.data_ptr() for name, copy in copies.items() if copy.numel()}
+                )
 
     fit(tmp_path, Looks())
     assert held[0] == held[1]
@@ -311,7 +334,9 @@ def test_a_second_signal_waits_for_no_storage(tmp_path, monkeypatch, capsys, whe
     assert checkpoints(tmp_path) == []
     stalled.set()
     writing.join()
-    assert not (tmp_path / "index.json").exists(), "nobody was told of it, so nothing gives way to it"
+    assert not (tmp_path / "index.json").exists(), (
+        "nobody was told of it, so nothing gives way to it"
+    )
     assert "saved step" not in capsys.readouterr().out
 
 
@@ -366,8 +391,18 @@ def fit_with_failures(directory):
     for place, name, error, elsewhere in (
         (saving, "take_snapshot", memory, RankError("rank 0: MemoryError: no host memory")),
         (saving, "Background", thread, RankError("rank 0: RuntimeError: can't start new thread")),
-        (RunFiles, "choose", ValueError("of a logger"), RankError("rank 0: ValueError: of a logger")),
-        (store, "entries", CheckpointError("there", None, "gone"), CheckpointError("there", None, "gone")),
+        (
+            RunFiles,
+            "choose",
+            ValueError("of a logger"),
+            RankError("rank 0: ValueError: of a logger"),
+        ),
+        (
+            store,
+            "entries",
+            CheckpointError("there", None, "gone"),
+            CheckpointError("there", None, "gone"),
+        ),
     ):
         expected = error if os.environ["RANK"] == "0" else elsewhere
         with pytest.MonkeyPatch.context() as patch:
@@ -396,7 +431,14 @@ def test_every_rank_is_notified_at_the_same_step(tmp_path):
             if trainer.global_step % 3 == 0:
                 trainer.request_checkpoint("test", Request(tmp_path / str(trainer.global_step)))
 
-    trainer = Trainer(max_epochs=1, callbacks=[Asks()], strategy="ddp", devices=2, enable_checkpointing=False, **QUIET)
+    trainer = Trainer(
+        max_epochs=1,
+        callbacks=[Asks()],
+        strategy="ddp",
+        devices=2,
+        enable_checkpointing=False,
+        **QUIET,
+    )
     trainer.fit(Net(), BATCHES * 4)
     everyone = trainer.strategy.world.all_gather_object(told)
     assert everyone[0] == everyone[1]

@@ -19,7 +19,11 @@ class Counting(TinyModule):
 
 def test_the_line_of_an_epoch_has_its_own_values(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = Trainer(
-        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
     )
     trainer.fit(Counting(), [torch.randn(2, 32)] * 3)
     (line,) = capsys.readouterr().err.splitlines()

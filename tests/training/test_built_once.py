@@ -22,7 +22,9 @@ def test_layers_are_built_once_for_fit_validate_and_a_loaded_checkpoint():
             self.layer = nn.Linear(32, 2)
 
     module, data = Builds(), [torch.randn(4, 32) for _ in range(3)]
-    trainer = Trainer(max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer = Trainer(
+        max_epochs=2, logger=False, enable_progress_bar=False, enable_model_summary=False
+    )
     trainer.fit(module, data, data)
     trained = module.layer.weight.detach().clone()
     again = Builds.load_from_checkpoint(trainer.checkpoint_callback.best_model_path)

@@ -22,7 +22,12 @@ def make_bus(*callbacks, module=None, datamodule=None):
     scope = SimpleNamespace(hook="")
     trainer = SimpleNamespace(name="trainer")
     module = module or Module()
-    return Bus(trainer, module, sorted_callbacks(callbacks), datamodule, scope), trainer, module, scope
+    return (
+        Bus(trainer, module, sorted_callbacks(callbacks), datamodule, scope),
+        trainer,
+        module,
+        scope,
+    )
 
 
 def call(listeners, *given):
@@ -63,7 +68,11 @@ def test_callbacks_receive_trainer_and_module_by_position_and_precede_the_module
 
 def test_order_is_early_normal_late_and_then_the_list():
     def make(name, when):
-        return type(name, (Callback,), {"order": when, "on_fit_start": lambda self, t, m: heard.append(name)})()
+        return type(
+            name,
+            (Callback,),
+            {"order": when, "on_fit_start": lambda self, t, m: heard.append(name)},
+        )()
 
     heard = []
     order = ["late", "normal", "early", "late", "early", "normal"]
@@ -124,7 +133,12 @@ def test_a_hook_on_the_instance_or_a_wrapped_hook_is_called():
     plain = Callback()
     plain.on_fit_start = lambda trainer, module: heard.append("instance")
     inherited = type("Inherited", (Wrapped,), {})()
-    bus, *_ = make_bus(Wrapped(), plain, inherited, LambdaCallback(on_fit_start=lambda t, m: heard.append("lambda")))
+    bus, *_ = make_bus(
+        Wrapped(),
+        plain,
+        inherited,
+        LambdaCallback(on_fit_start=lambda t, m: heard.append("lambda")),
+    )
     call(bus.on_fit_start)
     assert heard == ["around", "wrapped", "instance", "around", "wrapped", "lambda"]
 
@@ -235,7 +249,8 @@ def test_a_misspelt_hook_fails_when_the_class_is_made():
 def test_a_hook_with_the_wrong_parameters_fails_when_a_trainer_is_given_it(hook):
     wrong = type("Wrong", (Callback,), {"on_train_batch_end": hook})
     with pytest.raises(
-        HookError, match=r"def on_train_batch_end\(self, trainer, pl_module, outputs, batch, batch_idx\)"
+        HookError,
+        match=r"def on_train_batch_end\(self, trainer, pl_module, outputs, batch, batch_idx\)",
     ):
         Trainer(callbacks=[wrong()])
 

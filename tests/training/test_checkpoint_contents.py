@@ -54,13 +54,23 @@ class Drawn(Callback):
     """The generators of each rank, as they stand when the checkpoint is taken."""
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        self.at = [random.getstate()[1][:3], np.random.get_state()[1][:3].tolist(), torch.get_rng_state().tolist()]
+        self.at = [
+            random.getstate()[1][:3],
+            np.random.get_state()[1][:3].tolist(),
+            torch.get_rng_state().tolist(),
+        ]
 
 
 def fit_on_ranks(root: str) -> tuple[int, list[Any]]:
     drawn = Drawn()
     trainer = Trainer(
-        accelerator="cpu", devices=2, strategy="ddp", max_steps=2, barebones=True, callbacks=drawn, min_steps=1
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_steps=2,
+        barebones=True,
+        callbacks=drawn,
+        min_steps=1,
     )
     random.seed(trainer.environment.rank), torch.manual_seed(5 + trainer.environment.rank)
     np.random.seed(trainer.environment.rank)
@@ -74,10 +84,16 @@ def test_every_generator_of_every_rank_sums_values_and_configuration(tmp_path: P
     state = read_checkpoint(tmp_path / "c")
     for rank, drawn in ranks:
         held = state["rng"][rank]
-        assert [held["python"][1][:3], held["numpy"][1][:3].tolist(), held["torch"].tolist()] == drawn
+        assert [
+            held["python"][1][:3],
+            held["numpy"][1][:3].tolist(),
+            held["torch"].tolist(),
+        ] == drawn
     assert ranks[0][1] != ranks[1][1]
     for own in state["metrics"]:
-        running = {name: sums.tolist() for _, name, _, sums, *_ in own["running"] if sums is not None}
+        running = {
+            name: sums.tolist() for _, name, _, sums, *_ in own["running"] if sums is not None
+        }
         assert running == {} or running["sum"] == [2.0, 2.0]
         assert {"loss", "sum"} <= set(own["callback"]) | set(running)
     assert state["progress"]["step"] == 2
@@ -85,13 +101,19 @@ def test_every_generator_of_every_rank_sums_values_and_configuration(tmp_path: P
     assert verify_checkpoint(tmp_path / "c")["versions"].keys() == {"trainer_kit", "torch"}
     about = state["configuration"]
     assert (about["world_size"], about["module"], about["precision"]) == (2, "Keyed", "32-true")
-    assert (about["trainer"]["max_steps"], about["trainer"]["min_steps"], about["trainer"]["devices"]) == (2, 1, 2)
+    assert (
+        about["trainer"]["max_steps"],
+        about["trainer"]["min_steps"],
+        about["trainer"]["devices"],
+    ) == (2, 1, 2)
     assert about["trainer"]["callbacks"] == "Drawn"
     assert "DistributedDataParallel" in about["strategy"]
 
 
 def test_a_restored_state_never_overrides_the_current_configuration(tmp_path: Path) -> None:
-    Trainer(max_steps=2, barebones=True, accelerator="cpu", gradient_clip_val=0.5).fit(module := Keyed(), BATCHES)
+    Trainer(max_steps=2, barebones=True, accelerator="cpu", gradient_clip_val=0.5).fit(
+        module := Keyed(), BATCHES
+    )
     module.trainer.save_checkpoint(tmp_path / "c")
     again = Trainer(max_steps=3, barebones=True, accelerator="cpu")
     again.fit(Keyed(), BATCHES, ckpt_path=tmp_path / "c")
@@ -107,7 +129,9 @@ def test_secrets_are_masked_and_asked_for(tmp_path: Path) -> None:
     for file in (tmp_path / "c").iterdir():
         assert b"hush" not in file.read_bytes(), file
     assert read_checkpoint(tmp_path / "c")["datamodule_hyper_parameters"]["size"] == 3
-    with pytest.raises(ConfigurationError, match="only the repr of these hyperparameters: api_key, store"):
+    with pytest.raises(
+        ConfigurationError, match="only the repr of these hyperparameters: api_key, store"
+    ):
         Keyed.load_from_checkpoint(tmp_path / "c")
     assert Keyed.load_from_checkpoint(tmp_path / "c", api_key="new", store=None).hparams.lr == 0.1
 
@@ -147,7 +171,9 @@ def test_equal_states_give_equal_bytes(tmp_path: Path) -> None:
     assert files == sorted(file.name for file in (tmp_path / "b").iterdir())
     for name in files:
         if name != "manifest.json":
-            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+            assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), (
+                name
+            )
     first, second = (read_manifest(tmp_path / name) for name in ("a", "b"))
     assert first.pop("committed") < second.pop("committed")
     assert first == second
@@ -170,7 +196,9 @@ class Tracker:
 
 
 @pytest.mark.parametrize(("same", "given"), [(True, None), (True, 7), (False, None)])
-def test_loggers_go_on_with_their_runs_in_the_same_directory(tmp_path: Path, same: bool, given: int | None) -> None:
+def test_loggers_go_on_with_their_runs_in_the_same_directory(
+    tmp_path: Path, same: bool, given: int | None
+) -> None:
     def fit(directory: Path, version: int | None = None, ckpt: Any = None) -> list[Any]:
         loggers = [
             Tracker(directory),
@@ -178,16 +206,26 @@ def test_loggers_go_on_with_their_runs_in_the_same_directory(tmp_path: Path, sam
             TensorBoardLogger(tmp_path / "boards", version=version),
             JSONLLogger(tmp_path / "lines", version=version),
         ]
-        keeper = ModelCheckpoint(tmp_path / f"kept-{directory.name}", every_n_train_steps=1, save_top_k=-1)
-        options = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+        keeper = ModelCheckpoint(
+            tmp_path / f"kept-{directory.name}", every_n_train_steps=1, save_top_k=-1
+        )
+        options = {
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "accelerator": "cpu",
+        }
         options["log_every_n_steps"] = 1
-        trainer = Trainer(max_steps=1 if ckpt is None else 2, logger=loggers, callbacks=keeper, **options)
+        trainer = Trainer(
+            max_steps=1 if ckpt is None else 2, logger=loggers, callbacks=keeper, **options
+        )
         if ckpt is not None:
             keeper.load_state_dict = lambda state: None  # type: ignore[method-assign]
         trainer.fit(Keyed(), BATCHES, ckpt_path=ckpt)
         return loggers
 
     before = fit(tmp_path / "run")
-    after = fit(tmp_path / ("run" if same else "other"), given, tmp_path / "kept-run" / "step-00000001")
+    after = fit(
+        tmp_path / ("run" if same else "other"), given, tmp_path / "kept-run" / "step-00000001"
+    )
     assert (after[0].run == before[0].run) is same
     assert [logger.version for logger in after[1:]] == [given if given else 0 if same else 1] * 3

@@ -27,13 +27,17 @@ class Keeps(TinyModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["vocabulary"] = {"words": ["a", "b"], "counts": torch.tensor([3, 4])}
-        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+        checkpoint["state_dict"] = {
+            f"old.{name}": value for name, value in checkpoint["state_dict"].items()
+        }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.seen = dict(checkpoint)
         self.words = checkpoint["vocabulary"]["words"]
         weights = checkpoint["state_dict"]
-        checkpoint["state_dict"] = {name.removeprefix("old."): value for name, value in weights.items()}
+        checkpoint["state_dict"] = {
+            name.removeprefix("old."): value for name, value in weights.items()
+        }
 
 
 def batches(count: int = 4) -> list[torch.Tensor]:
@@ -41,7 +45,9 @@ def batches(count: int = 4) -> list[torch.Tensor]:
     return [torch.randn(4, 32, generator=draw) for _ in range(count)]
 
 
-def fit(module: TinyModule, *, epochs: int = 1, trainer: dict[str, Any] | None = None, **options: Any) -> tk.Trainer:
+def fit(
+    module: TinyModule, *, epochs: int = 1, trainer: dict[str, Any] | None = None, **options: Any
+) -> tk.Trainer:
     made = tk.Trainer(max_epochs=epochs, **{**QUIET, "devices": 1, **(trainer or {})})
     made.fit(module, batches(), **options)
     return made
@@ -102,7 +108,12 @@ def test_evaluation_and_a_resumed_run(saved: tuple[Keeps, Path, Path]) -> None:
 
 
 def test_a_file_that_lightning_wrote(saved: tuple[Keeps, Path, Path], tmp_path: Path) -> None:
-    content = {"state_dict": saved[0].state_dict(), "hyper_parameters": {"lr": 0.2}, "epoch": 1, "global_step": 4}
+    content = {
+        "state_dict": saved[0].state_dict(),
+        "hyper_parameters": {"lr": 0.2},
+        "epoch": 1,
+        "global_step": 4,
+    }
     content |= {"optimizer_states": [{}], "loops": {}, "pytorch-lightning_version": "2.6.0"}
     saved[0].on_save_checkpoint(content)
     torch.save(content, tmp_path / "theirs.ckpt")
@@ -134,7 +145,9 @@ def test_modules_without_the_hook_read_weights_and_hyperparameters_alone(
     assert read == [{"model", "hyper_parameters"}]
 
 
-def test_a_full_checkpoint_adds_only_the_listed_parts_of_a_run(saved: tuple[Keeps, Path, Path]) -> None:
+def test_a_full_checkpoint_adds_only_the_listed_parts_of_a_run(
+    saved: tuple[Keeps, Path, Path],
+) -> None:
     full, alone = (set(read_manifest(path)["parts"]) for path in saved[1:])
     assert full - alone <= OF_A_RUN
     assert alone == {"model", "hyper_parameters", "epoch", "global_step", "vocabulary"}

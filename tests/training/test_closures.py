@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import trainer_kit as tk
-from tests.parity.plain import Batch, Classifier, assert_same, ddp, make_batches, make_net, merged, train
+from tests.parity.plain import (
+    Batch,
+    Classifier,
+    assert_same,
+    ddp,
+    make_batches,
+    make_net,
+    merged,
+    train,
+)
 from trainer_kit.core.errors import ConfigurationError
 
 
@@ -86,7 +95,9 @@ class Once(torch.optim.SGD):
 
 
 class ByHand(Classifier):
-    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+    def optimizer_step(
+        self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
+    ) -> None:
         optimizer.step(closure=optimizer_closure)
 
 
@@ -122,7 +133,9 @@ def sam(net: nn.Module) -> SAM:
 
 @pytest.mark.parametrize("kind", [SAM, Ahead, ThroughData])
 @pytest.mark.parametrize("module", [Classifier, ByHand])
-def test_a_closure_computes_gradients_at_the_weights_of_its_call(kind: type[SAM], module: type[Classifier]) -> None:
+def test_a_closure_computes_gradients_at_the_weights_of_its_call(
+    kind: type[SAM], module: type[Classifier]
+) -> None:
     batches, net = make_batches(4), make_net()
     train(module(net, lambda net: kind(net.parameters())), batches)
     assert_same(net, plain_sam(make_net(), [[batch] for batch in batches]))
@@ -168,11 +181,24 @@ def test_progress_logs_and_hooks_of_batches_see_a_window_once() -> None:
 
     trainer = train(Listens(make_net(), sam), make_batches(1))
     assert (trainer.progress.step, trainer.progress.batch, trainer.progress.samples) == (1, 1, 6)
-    first, second = (value for name, value in (item for item in seen if isinstance(item, tuple)) if name == "loss")
+    first, second = (
+        value
+        for name, value in (item for item in seen if isinstance(item, tuple))
+        if name == "loss"
+    )
     assert first != second
     names = [item if isinstance(item, str) else item[0] for item in seen]
     # Whoever changes gradients changes those of each evaluation.
-    assert names == ["start", "loss", "backward", "before step", "loss", "backward", "before step", "end"]
+    assert names == [
+        "start",
+        "loss",
+        "backward",
+        "before step",
+        "loss",
+        "backward",
+        "before step",
+        "end",
+    ]
     assert seen[-1] == ("end", first)
     assert float(trainer.callback_metrics["loss"]) == pytest.approx(first)
 
@@ -185,7 +211,10 @@ def test_named_optimizers_keep_the_gradients_of_each_other() -> None:
 
     def configure(first: Any) -> Callable[[nn.Module], Any]:
         def make(net: nn.Module) -> Any:
-            return {"first": first(net[0].parameters()), "second": torch.optim.SGD(net[3].parameters(), 0.1)}
+            return {
+                "first": first(net[0].parameters()),
+                "second": torch.optim.SGD(net[3].parameters(), 0.1),
+            }
 
         return make
 
@@ -211,7 +240,9 @@ def test_dropout_draws_the_same_at_both_points() -> None:
 
 @pytest.mark.parametrize("module", [Classifier, ByHand])
 def test_scaled_gradients_cannot_be_computed_again(module: type[Classifier]) -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients.*bf16"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients.*bf16"
+    ):
         train(module(make_net(), sam), make_batches(2), precision="16-mixed")
     own = module(make_net(), lambda net: Once(net.parameters(), lr=0.1))
     assert train(own, make_batches(2), precision="16-mixed").global_step == 2
@@ -238,7 +269,9 @@ def test_two_ranks_climb_and_descend_as_one(strategy: str) -> None:
 @pytest.mark.world_size(2)
 def test_ranks_search_along_the_line_by_the_loss_of_all() -> None:
     def configure(net: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.LBFGS(net.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
+        return torch.optim.LBFGS(
+            net.parameters(), lr=0.5, max_iter=4, line_search_fn="strong_wolfe"
+        )
 
     batches, mine, alone = make_batches(4), make_net().double(), make_net().double()
     doubles = [(x.double(), y) for x, y in batches]
@@ -263,7 +296,9 @@ def test_a_manual_step_cannot_compute_scaled_gradients_again() -> None:
 
             optimizer.step(closure)
 
-    with pytest.raises(ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)SAM evaluates the loss again.*scaled gradients"
+    ):
         train(Manual(make_net(), sam), make_batches(2), precision="16-mixed")
     batches, net = make_batches(2), make_net()
     train(Manual(net, sam), batches)
@@ -282,7 +317,9 @@ class Loses(Classifier):
 
 
 def test_a_run_without_a_gradient_is_an_error() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)no parameter received a gradient.*2 steps.*SGD"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)no parameter received a gradient.*2 steps.*SGD"
+    ):
         train(Loses(make_net()), make_batches(2), max_epochs=5)
 
 
@@ -297,7 +334,8 @@ def test_a_run_without_a_loss_is_an_error_once_an_epoch_is_over() -> None:
             return Classifier.training_step(self, batch, batch_idx) if batch_idx else None
 
     with pytest.raises(
-        ConfigurationError, match=r"(?s)no training_step returned a loss.*2 times None.*return the loss"
+        ConfigurationError,
+        match=r"(?s)no training_step returned a loss.*2 times None.*return the loss",
     ):
         train(Silent(make_net()), make_batches(2), max_epochs=2)
     assert train(Late(make_net()), make_batches(2), max_epochs=2).global_step == 4
@@ -380,12 +418,16 @@ def test_an_optimizer_that_steps_nothing_of_the_module_is_refused_before_the_fir
         train(Classifier(make_net(), configure), make_batches(2))
 
 
-def test_an_optimizer_with_foreign_parameters_warns_that_they_are_not_saved(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_optimizer_with_foreign_parameters_warns_that_they_are_not_saved(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     scale = nn.Parameter(torch.ones(()))
     trainer = tk.Trainer(max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False)
     trainer.fit(
-        Classifier(make_net(), lambda net: torch.optim.SGD([*net.parameters(), scale], lr=0.1)), make_batches(1)
+        Classifier(make_net(), lambda net: torch.optim.SGD([*net.parameters(), scale], lr=0.1)),
+        make_batches(1),
     )
     assert (
-        "1 of 5 parameters of SGD are not Classifier's: checkpoints do not hold their values" in capsys.readouterr().out
+        "1 of 5 parameters of SGD are not Classifier's: checkpoints do not hold their values"
+        in capsys.readouterr().out
     )

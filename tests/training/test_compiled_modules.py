@@ -43,8 +43,15 @@ class Net(tk.TrainModule):
 
 
 def fit(module, steps=2, ckpt_path=None, callbacks=(), **options):
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
-    trainer = tk.Trainer(**{**quiet, "devices": 1, "max_steps": steps, "callbacks": list(callbacks), **options})
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "accelerator": "cpu",
+    }
+    trainer = tk.Trainer(
+        **{**quiet, "devices": 1, "max_steps": steps, "callbacks": list(callbacks), **options}
+    )
     trainer.fit(module, BATCHES, ckpt_path=ckpt_path)
     return trainer
 
@@ -146,7 +153,9 @@ def test_names_under_ddp_and_fsdp(tmp_path):
 
 
 # torch warns of the hook that checks the first call of a prepared model, if another one is compiled before that call.
-@pytest.mark.filterwarnings("ignore:Using `torch.compile.module.` when there are global hooks on modules")
+@pytest.mark.filterwarnings(
+    "ignore:Using `torch.compile.module.` when there are global hooks on modules"
+)
 def test_an_accelerator_saves_plain_names_and_loads_them(tmp_path):
     for compiled in (True, False):
         accelerator = tk.Accelerator(cpu=True)
@@ -230,7 +239,9 @@ def test_names_are_reported_under_fsdp(tmp_path):
     module = Loose()
     module.head = nn.Linear(1, 1)
     if rank == 0:
-        with pytest.warns(UserWarning, match=r"keeps its own values: head\.bias, head\.weight \(keys: 2\)"):
+        with pytest.warns(
+            UserWarning, match=r"keeps its own values: head\.bias, head\.weight \(keys: 2\)"
+        ):
             trained(module, tmp_path / "c")
     else:
         trained(module, tmp_path / "c")

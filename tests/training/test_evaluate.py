@@ -40,7 +40,9 @@ VERBS = ("validate", "test", "predict")
 
 
 def loader(count=5, batch_size=2, shuffle=False):
-    return DataLoader(torch.arange(float(count)).unsqueeze(1), batch_size=batch_size, shuffle=shuffle)
+    return DataLoader(
+        torch.arange(float(count)).unsqueeze(1), batch_size=batch_size, shuffle=shuffle
+    )
 
 
 def trainer(**options):
@@ -59,7 +61,9 @@ def state(module):
 
 
 def same(first, second):
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def test_one_loader_gives_no_index():
@@ -100,7 +104,9 @@ def test_hooks_are_given_outputs_and_loader():
     seen = []
 
     class Looks(Callback):
-        def on_validation_batch_end(self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0):
+        def on_validation_batch_end(
+            self, trainer, module, outputs, batch, batch_idx, dataloader_idx=0
+        ):
             seen.append((tuple(outputs.shape), batch_idx, dataloader_idx))
 
     trainer(callbacks=Looks()).validate(Plain(), [loader(3), loader(1)])
@@ -115,7 +121,13 @@ def test_evaluation_sets_modes_and_gradients_and_restores_them(mode):
         def evaluation_step(self, batch, batch_idx, dataloader_idx=None):
             out = self(batch)
             seen.append(
-                (self.training, self.norm.training, self.dropout.training, out.requires_grad, out.is_inference())
+                (
+                    self.training,
+                    self.norm.training,
+                    self.dropout.training,
+                    out.requires_grad,
+                    out.is_inference(),
+                )
             )
             return out
 

@@ -32,16 +32,28 @@ CALLBACK = [name for name in vars(Callback) if name.startswith("on_") or name ==
 MODULE = [
     *(name for name in vars(ModuleHooks) if name.startswith("on_")),
     *("training_step", "validation_step", "test_step", "predict_step", "backward", "loss_weight"),
-    *("configure_callbacks", "configure_model", "configure_optimizers", "configure_gradient_clipping"),
+    *(
+        "configure_callbacks",
+        "configure_model",
+        "configure_optimizers",
+        "configure_gradient_clipping",
+    ),
     *("optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "prepare_data", "setup"),
 ]
 DATA = [name for name in vars(DataHooks) if not name.startswith("__") and name != "teardown"]
-PLACES = [("C1", name) for name in CALLBACK] + [("M", name) for name in MODULE] + [("D", name) for name in DATA]
+PLACES = (
+    [("C1", name) for name in CALLBACK]
+    + [("M", name) for name in MODULE]
+    + [("D", name) for name in DATA]
+)
 PLACES = [place for place in PLACES if place[1] != "on_exception"]
 PLACES_BY_KIND = [(*place, kind) for place in PLACES for kind in (Boom, StopIteration)]
 # Weights are asked for while a window is loaded, where Python itself turns a StopIteration into a RuntimeError.
 PLACES_BY_KIND.remove(("M", "loss_weight", StopIteration))
-SLOW = {Boom: (), StopIteration: pytest.mark.slow}  # `make test-quick` has every place, with one kind
+SLOW = {
+    Boom: (),
+    StopIteration: pytest.mark.slow,
+}  # `make test-quick` has every place, with one kind
 
 
 class Asks(Callback):
@@ -68,9 +80,12 @@ def notes(error):
 
 
 @pytest.mark.parametrize(
-    ("who", "hook", "kind"), [pytest.param(*place, marks=SLOW[place[2]]) for place in PLACES_BY_KIND]
+    ("who", "hook", "kind"),
+    [pytest.param(*place, marks=SLOW[place[2]]) for place in PLACES_BY_KIND],
 )
-def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(make_cast, tmp_path, who, hook, kind):
+def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(
+    make_cast, tmp_path, who, hook, kind
+):
     cast, logger = make_cast(), Recorder()
     if hook == "on_load_checkpoint":
         other = make_cast()
@@ -80,7 +95,10 @@ def test_an_exception_anywhere_arrives_unchanged_and_everything_is_undone(make_c
     trainer = Trainer(
         max_epochs=2,
         logger=logger,
-        callbacks=[*cast.callbacks, *([Asks()] if hook in ("on_save_checkpoint", "on_checkpoint_committed") else [])],
+        callbacks=[
+            *cast.callbacks,
+            *([Asks()] if hook in ("on_save_checkpoint", "on_checkpoint_committed") else []),
+        ],
         deterministic=True,
         precision="bf16-mixed",
         **QUIET,
@@ -133,7 +151,9 @@ def test_stop_iteration_of_a_loss_weight_does_not_pass_for_the_end_of_the_epoch(
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, GeneratorExit])
-@pytest.mark.parametrize("hook", ["setup", "on_sanity_check_start", "on_train_batch_end", "on_validation_end"])
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_sanity_check_start", "on_train_batch_end", "on_validation_end"]
+)
 def test_base_exceptions_are_passed_on_too(make_cast, tmp_path, hook, kind):
     cast, logger = make_cast(), Recorder()
     trainer = Trainer(max_epochs=2, logger=logger, callbacks=cast.callbacks, **QUIET)
@@ -356,7 +376,9 @@ class KeepsOptimizer(Tiny):
         return self.made
 
 
-@pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_after_backward", "optimizer_step"])
+@pytest.mark.parametrize(
+    "where", ["on_before_optimizer_step", "on_after_backward", "optimizer_step"]
+)
 def test_an_exception_between_unscaling_and_stepping_does_not_scale_the_next_fit(where):
     def fails(self, *given, **options):
         if self.fails:
@@ -367,8 +389,16 @@ def test_an_exception_between_unscaling_and_stepping_does_not_scale_the_next_fit
     whole = KeepsOptimizer()
     whole.load_state_dict(broken.state_dict())
     broken_trainer, whole_trainer = (
-        Trainer(max_epochs=1, logger=False, plugins=MixedPrecision(torch.float16, "cpu", scaler), **QUIET)
-        for scaler in (torch.amp.GradScaler("cpu", init_scale=256.0), torch.amp.GradScaler("cpu", init_scale=256.0))
+        Trainer(
+            max_epochs=1,
+            logger=False,
+            plugins=MixedPrecision(torch.float16, "cpu", scaler),
+            **QUIET,
+        )
+        for scaler in (
+            torch.amp.GradScaler("cpu", init_scale=256.0),
+            torch.amp.GradScaler("cpu", init_scale=256.0),
+        )
     )
     with pytest.raises(Boom):
         broken_trainer.fit(broken, [torch.ones(2, 2)])

@@ -72,7 +72,9 @@ def by_hand(make, clip=None):
             net.zero_grad()
             nn.functional.mse_loss(net(x), y).backward()
             if clip is not None:
-                nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], clip)
+                nn.utils.clip_grad_norm_(
+                    [p for group in optimizer.param_groups for p in group["params"]], clip
+                )
             optimizer.step()
     return net
 
@@ -94,7 +96,9 @@ def test_the_run_continues_with_the_new_optimizer(make, clip):
     expected = by_hand(make, clip)
     for name, weight in expected.state_dict().items():
         assert torch.equal(module.state_dict()[name], weight), name
-    assert isinstance(trainer.optimizers[0], torch.optim.SGD if make is momentum_later else torch.optim.Adam)
+    assert isinstance(
+        trainer.optimizers[0], torch.optim.SGD if make is momentum_later else torch.optim.Adam
+    )
 
 
 @pytest.mark.slow
@@ -104,7 +108,9 @@ def test_several_ranks(strategy):
     module, _ = fitted(momentum_later, strategy=strategy, devices="auto", global_batch_size=4)
     weights = {name: value.full_tensor() if hasattr(value, "full_tensor") else value
                for name, value in module.state_dict().items()}  # fmt: skip
-    torch.testing.assert_close(weights, dict(by_hand(momentum_later).state_dict()), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        weights, dict(by_hand(momentum_later).state_dict()), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_schedulers_of_the_replaced_optimizer_are_named(capsys):
@@ -143,8 +149,16 @@ class ByHand(Net):
     [
         (Named, momentum_later, "the optimizers have names"),
         (ByHand, momentum_later, "in manual optimization"),
-        (Net, lambda net, epoch: torch.optim.LBFGS(net.parameters()), "LBFGS evaluates the loss again"),
-        (Net, lambda net, epoch: torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1), "that do not belong to Net"),
+        (
+            Net,
+            lambda net, epoch: torch.optim.LBFGS(net.parameters()),
+            "LBFGS evaluates the loss again",
+        ),
+        (
+            Net,
+            lambda net, epoch: torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1),
+            "that do not belong to Net",
+        ),
     ],
 )
 def test_what_cannot_be_exchanged(module, make, match):
@@ -162,7 +176,9 @@ def test_only_a_list_of_optimizers_is_accepted():
                 if (made := self.make(pl_module, trainer.current_epoch)) is not None:
                     trainer.optimizers = wrap(made)  # noqa: B023
 
-        trainer = tk.Trainer(max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Other(momentum_later)])
+        trainer = tk.Trainer(
+            max_epochs=3, accelerator="cpu", barebones=True, callbacks=[Other(momentum_later)]
+        )
         trainer.fit(module, DataLoader(points(), batch_size=4))
         assert torch.equal(module.last.weight, one.last.weight)
     with pytest.raises(tk.ConfigurationError, match=r"not an optimizer\n.*'sgd'"):
@@ -267,8 +283,14 @@ def test_a_run_that_resumes_sets_them_when_it_loads(tmp_path, make):
     for name, weight in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], weight), name
     trainer = tk.Trainer(accelerator="cpu", barebones=True, callbacks=[Resuming(make)])
-    trainer.test(WithTestStep(), DataLoader(points(), batch_size=4), ckpt_path=tmp_path / "first" / "step-00000012")
-    with pytest.raises(tk.CheckpointError, match=r"(?s)had replaced this optimizer.*on_load_checkpoint"):
+    trainer.test(
+        WithTestStep(),
+        DataLoader(points(), batch_size=4),
+        ckpt_path=tmp_path / "first" / "step-00000012",
+    )
+    with pytest.raises(
+        tk.CheckpointError, match=r"(?s)had replaced this optimizer.*on_load_checkpoint"
+    ):
         trained(Halving(make), tmp_path / "first", 4, tmp_path / "first" / "step-00000012")
 
 
@@ -286,7 +308,9 @@ def test_a_restored_state_that_is_dropped_is_named(tmp_path, capsys):
     trained(Exchange(momentum_later), tmp_path / "first", 1)
     assert "drops the state" not in capsys.readouterr().out
     trained(Exchange(momentum_later), tmp_path / "first", 2, tmp_path / "first" / "step-00000004")
-    assert "drops the state of the optimizers that the checkpoint restored" in capsys.readouterr().out
+    assert (
+        "drops the state of the optimizers that the checkpoint restored" in capsys.readouterr().out
+    )
 
 
 def test_a_guard_that_goes_back_refuses():
@@ -312,7 +336,9 @@ def test_another_number_and_no_run():
     with pytest.raises(tk.ConfigurationError, match="2 in the place of 1"):
         trainer.fit(Net(), DataLoader(points(), batch_size=4))
     trainer = tk.Trainer(max_epochs=1, accelerator="cpu", barebones=True)
-    with pytest.raises(tk.ConfigurationError, match=r"(?s)only while fit runs.*in a hook.*if trainer.training"):
+    with pytest.raises(
+        tk.ConfigurationError, match=r"(?s)only while fit runs.*in a hook.*if trainer.training"
+    ):
         trainer.optimizers = []
     with pytest.raises(tk.StrategyError, match=r"trainer\.optimizers = "):
         trainer.strategy.optimizers = []

@@ -55,7 +55,9 @@ def trainer(**options):
 
 
 def lines(text):
-    return {line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()}
+    return {
+        line.split()[0]: " ".join(line.split()[1:]) for line in text.splitlines() if line.strip()
+    }
 
 
 def test_it_returns_the_parts_and_shows_them_once(capsys):
@@ -65,7 +67,11 @@ def test_it_returns_the_parts_and_shows_them_once(capsys):
     found = lines(text)
     assert found["processes"].startswith("1 ")
     assert found["precision"] == "bf16-mixed"
-    assert (found["loggers"], found["callbacks"], found["ends"]) == ("none", "none", "after 2 epochs")
+    assert (found["loggers"], found["callbacks"], found["ends"]) == (
+        "none",
+        "none",
+        "after 2 epochs",
+    )
     assert "cpu" in found["strategy"]
 
 
@@ -76,7 +82,10 @@ def window(chosen):
 
 def test_it_shows_the_source_of_options(monkeypatch):
     found = lines(trainer(precision="bf16-mixed").explain())
-    assert found["chosen"] == "by accelerator: argument, precision: argument, accumulate_grad_batches: default"
+    assert (
+        found["chosen"]
+        == "by accelerator: argument, precision: argument, accumulate_grad_batches: default"
+    )
     monkeypatch.setenv("TRAINER_KIT_MIXED_PRECISION", "bf16")
     monkeypatch.setenv("TRAINER_KIT_ORIGINS", '{"mixed_precision": "config.yaml:3"}')
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
@@ -116,7 +125,9 @@ def test_it_shows_batches_and_steps_of_an_epoch():
 
 
 def test_limits_count():
-    assert lines(trainer(limit_train_batches=5).explain(Net(), loader()))["steps/epoch"].startswith("5 ")
+    assert lines(trainer(limit_train_batches=5).explain(Net(), loader()))["steps/epoch"].startswith(
+        "5 "
+    )
 
 
 def test_unknown_numbers_are_named_as_unknown():
@@ -138,7 +149,9 @@ def test_the_loop_lists_listeners_in_order():
     assert found["on_train_start"] == "First, Second, Validates"
     assert found["on_validation_end"] == "First, Second"
     assert found["on_train_epoch_end"].endswith("Second")
-    assert text.index("on_train_start") < text.index("training_step") < text.index("on_validation_end")
+    assert (
+        text.index("on_train_start") < text.index("training_step") < text.index("on_validation_end")
+    )
 
 
 def test_hooks_without_listeners_are_left_out():
@@ -178,7 +191,9 @@ def test_an_optimizer_that_needs_a_running_fit_does_not_fail_explain():
         def configure_optimizers(self):
             optimizer = super().configure_optimizers()
             steps = self.trainer.estimated_stepping_batches
-            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)]
+            return [optimizer], [
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=steps)
+            ]
 
     text = trainer(devices=2).explain(Cycles(), loader())
     assert "8 B of gradients; sizes known only in the run: optimizer state" in text
@@ -214,7 +229,10 @@ def test_explaining_runs_nothing():
 def test_what_is_not_known_before_a_module_is_divided_is_not_given_as_a_number():
     """The state of an optimizer is that of the parameters of this rank."""
     text = trainer(strategy=MeshStrategy(tp=2, dp_shard=1), devices=2).explain(Net())
-    assert "a rank holds sizes known only in the run: parameters and gradients and optimizer state" in text
+    assert (
+        "a rank holds sizes known only in the run: parameters and gradients and optimizer state"
+        in text
+    )
 
 
 # -- format="svg" --------------------------------------------------------------------------------------------------
@@ -225,7 +243,9 @@ def placed(picture):
     found = {}
 
     def walk(element, x, y):
-        found_x, found_y = re.findall(r"translate\((\S+) (\S+)\)", element.get("transform", "translate(0 0)"))[0]
+        found_x, found_y = re.findall(
+            r"translate\((\S+) (\S+)\)", element.get("transform", "translate(0 0)")
+        )[0]
         x, y = x + float(found_x), y + float(found_y)
         texts = [child.text for child in element if child.tag.endswith("text")]
         if texts and texts[0].startswith("rank "):
@@ -245,7 +265,10 @@ def test_a_picture_has_each_rank_at_its_place_on_the_mesh():
     found = placed(picture)
     assert sorted(found) == list(range(8))
     ranks = torch.arange(8).view(2, 2, 2)  # as torch's init_device_mesh orders pp, dp_shard and tp
-    x, y = (torch.tensor([[[found[int(r)][i] for r in row] for row in stage] for stage in ranks]) for i in (0, 1))
+    x, y = (
+        torch.tensor([[[found[int(r)][i] for r in row] for row in stage] for stage in ranks])
+        for i in (0, 1)
+    )
     assert (x[:, :, 1] - x[:, :, 0]).unique().numel() == 1, "tp: from left to right"
     assert (y[:, 1] - y[:, 0]).unique().numel() == 1, "dp_shard: downwards"
     assert (x[1] - x[0]).unique().numel() == 1, "pp: a frame each"
@@ -254,8 +277,16 @@ def test_a_picture_has_each_rank_at_its_place_on_the_mesh():
     assert (y[0] == y[1]).all()
     assert x[1].min() > x[0].max()
     for index, samples in enumerate(("samples 1 of 2", "samples 2 of 2")):
-        assert {found[int(rank)][2:] for rank in ranks[:, index].flatten()} == {(f"c{index}", samples)}
-    for words in ("pp=2 × dp_shard=2 × tp=2", "prefers-color-scheme:dark", 'aria-label="8 ranks', ">pp 1<", ">tp 0<"):
+        assert {found[int(rank)][2:] for rank in ranks[:, index].flatten()} == {
+            (f"c{index}", samples)
+        }
+    for words in (
+        "pp=2 × dp_shard=2 × tp=2",
+        "prefers-color-scheme:dark",
+        'aria-label="8 ranks',
+        ">pp 1<",
+        ">tp 0<",
+    ):
         assert words in picture
 
 
@@ -265,7 +296,12 @@ def test_a_picture_has_each_rank_at_its_place_on_the_mesh():
         ("auto", 1, None, "all samples"),
         ("ddp", 2, "dp_replicate", "samples 1 of 2"),
         ("fsdp", 4, "dp_shard", "samples 1 of 4"),
-        (FSDPStrategy(device_mesh=(2, 2), sharding_strategy="HYBRID_SHARD"), 4, "dp_replicate", "samples 1 of 4"),
+        (
+            FSDPStrategy(device_mesh=(2, 2), sharding_strategy="HYBRID_SHARD"),
+            4,
+            "dp_replicate",
+            "samples 1 of 4",
+        ),
         ("tp", 2, "tp", "all samples"),
     ],
 )

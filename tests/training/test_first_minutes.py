@@ -74,7 +74,9 @@ def test_a_checkpoint_without_a_needed_argument(tmp_path):
     made = trainer()
     made.fit(Sized(2, depth=2), BATCHES)
     made.save_checkpoint(tmp_path / "here")
-    with pytest.raises(ConfigurationError, match="no value for these arguments of Sized: size, depth") as error:
+    with pytest.raises(
+        ConfigurationError, match="no value for these arguments of Sized: size, depth"
+    ) as error:
         Sized.load_from_checkpoint(tmp_path / "here")
     assert "save_hyperparameters" in error.value.fix
     assert isinstance(Sized.load_from_checkpoint(tmp_path / "here", size=2, depth=2), Sized)
@@ -99,7 +101,9 @@ def test_a_module_given_to_the_constructor_of_the_trainer():
         tk.Trainer(nn.Linear(2, 2))
     assert "trainer.fit(module, loader)" in error.value.fix
     assert error.value.found == "a Linear without a name"
-    with pytest.raises(ConfigurationError, match=r"found: 'gpu' without a name\n  fix:   such as accelerator="):
+    with pytest.raises(
+        ConfigurationError, match=r"found: 'gpu' without a name\n  fix:   such as accelerator="
+    ):
         tk.Trainer("gpu", 2)
 
 
@@ -110,7 +114,10 @@ def test_a_module_given_to_the_constructor_of_the_trainer():
         ("DataCollatorWithPadding", "collate_fn"),
         ("AutoModel", "from transformers"),
         ("EarlyStoppingCallback", "EarlyStopping"),
-        ("StochasticWeightAveraging", "from trainer_kit.callbacks import StochasticWeightAveraging"),
+        (
+            "StochasticWeightAveraging",
+            "from trainer_kit.callbacks import StochasticWeightAveraging",
+        ),
         ("CSVLogger", "from trainer_kit.loggers import CSVLogger"),
     ],
 )
@@ -291,7 +298,9 @@ def test_samples_of_different_lengths_without_a_collate_fn(make):
     ],
 )
 def test_an_argument_that_an_entry_point_does_not_have(verb, name, fix):
-    with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} has no argument '{name}'") as error:
+    with pytest.raises(
+        ConfigurationError, match=rf"Trainer\.{verb} has no argument '{name}'"
+    ) as error:
         getattr(trainer(), verb)(TinyModule(), **{name: 5})
     assert fix in error.value.fix
     assert error.value.found == f"{name}=5"
@@ -303,7 +312,9 @@ VERBS = ["fit", "validate", "test", "predict", "plan", "verify", "explain"]
 @pytest.mark.parametrize("name", ["module", "net"])
 @pytest.mark.parametrize("verb", VERBS)
 def test_the_module_under_another_name(verb, name):
-    with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} has no argument '{name}'") as error:
+    with pytest.raises(
+        ConfigurationError, match=rf"Trainer\.{verb} has no argument '{name}'"
+    ) as error:
         getattr(trainer(), verb)(**{name: TinyModule()})
     assert error.value.fix == "model=..."
     assert error.value.found == f"{name}=a TinyModule"
@@ -317,7 +328,9 @@ def test_no_module(verb):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_too_many_arguments_without_a_name(verb):
-    with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} takes \d arguments without a name"):
+    with pytest.raises(
+        ConfigurationError, match=rf"Trainer\.{verb} takes \d arguments without a name"
+    ):
         getattr(trainer(), verb)(*[None] * 10)
 
 
@@ -359,12 +372,18 @@ def test_hyperparameters_that_were_not_saved():
     class Plain(tk.TrainModule):
         pass
 
-    with pytest.raises(AttributeError, match=r"no hyperparameter 'lr'.*self\.save_hyperparameters\(\)"):
+    with pytest.raises(
+        AttributeError, match=r"no hyperparameter 'lr'.*self\.save_hyperparameters\(\)"
+    ):
         _ = Plain().hparams.lr
 
 
 def test_torchscript_skips_every_property():
-    names = {name for name in dir(tk.TrainModule) if isinstance(inspect.getattr_static(tk.TrainModule, name), property)}
+    names = {
+        name
+        for name in dir(tk.TrainModule)
+        if isinstance(inspect.getattr_static(tk.TrainModule, name), property)
+    }
     assert names == set(tk.TrainModule.__jit_unused_properties__)
 
 
@@ -377,7 +396,9 @@ def test_a_run_that_logs_nothing_says_how_the_loss_is_shown(logs, capsys):
                 self.log("loss", loss)
             return loss
 
-    made = tk.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False)
+    made = tk.Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False
+    )
     made.fit(Logs(), BATCHES)
     assert ('self.log("loss", loss, prog_bar=True)' in capsys.readouterr().out) is not logs
 
@@ -391,7 +412,10 @@ def test_a_schedule_in_steps_that_advances_once_an_epoch(reads, interval, capsys
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             total = self.trainer.estimated_stepping_batches if reads else 4
             schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": interval}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": schedule, "interval": interval},
+            }
 
     trainer(max_epochs=2).fit(Scheduled(), BATCHES)
     printed = "its schedulers advance once an epoch" in capsys.readouterr().out
@@ -401,13 +425,19 @@ def test_a_schedule_in_steps_that_advances_once_an_epoch(reads, interval, capsys
 def test_a_new_run_beside_an_earlier_one_says_how_to_continue_it(tmp_path, capsys):
     for epochs in (1, 2):
         made = tk.Trainer(
-            max_epochs=epochs, default_root_dir=tmp_path, logger=False, enable_progress_bar=False, resume="auto"
+            max_epochs=epochs,
+            default_root_dir=tmp_path,
+            logger=False,
+            enable_progress_bar=False,
+            resume="auto",
         )
         made.fit(TinyModule(), BATCHES)
         printed = capsys.readouterr().out
         newest = made.default_root_dir + "/checkpoints/step-00000002"
         assert (f'fit(ckpt_path="{newest}") continues' in printed) is (epochs == 2)
-    made = tk.Trainer(max_epochs=3, default_root_dir=tmp_path, logger=False, enable_progress_bar=False)
+    made = tk.Trainer(
+        max_epochs=3, default_root_dir=tmp_path, logger=False, enable_progress_bar=False
+    )
     made.fit(TinyModule(), BATCHES, ckpt_path="last")
     assert made.global_step == 6
 
@@ -435,7 +465,9 @@ def test_persistent_workers_end_with_the_run():
         return DataLoader(data, 4, num_workers=1, persistent_workers=True, collate_fn=first)
 
     before = set(multiprocessing.active_children())
-    made = tk.Trainer(max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    made = tk.Trainer(
+        max_epochs=2, logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
     made.fit(TinyModule(), loader(), loader())
     made.validate(TinyModule(), loader())
     made.fit(Pairs(), [loader(), loader()])
@@ -445,7 +477,9 @@ def test_persistent_workers_end_with_the_run():
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_entry_point_of_the_class(verb):
     for owner in (TinyModule(), tk.Trainer):
-        with pytest.raises(ConfigurationError, match=rf"Trainer\.{verb} was called on the class") as error:
+        with pytest.raises(
+            ConfigurationError, match=rf"Trainer\.{verb} was called on the class"
+        ) as error:
             getattr(tk.Trainer, verb)(owner, BATCHES)
         assert f"trainer.{verb}(module, ...)" in error.value.fix
 
@@ -468,11 +502,17 @@ def test_a_monitored_value_of_a_validation_that_is_not_there(callback, tmp_path,
     def made(name):
         watch = callback(monitor=name)
         return tk.Trainer(
-            max_epochs=1, logger=False, enable_progress_bar=False, callbacks=watch, default_root_dir=tmp_path
+            max_epochs=1,
+            logger=False,
+            enable_progress_bar=False,
+            callbacks=watch,
+            default_root_dir=tmp_path,
         )
 
     line = f"{callback.__name__} monitors 'val_loss', and this fit has no validation: define validation_step"
-    with pytest.raises(ConfigurationError, match="monitors 'val_loss', but no value of this name is logged"):
+    with pytest.raises(
+        ConfigurationError, match="monitors 'val_loss', but no value of this name is logged"
+    ):
         made("val_loss").fit(WithoutValidation(), BATCHES)
     assert line in capsys.readouterr().out
     made("val_loss").fit(LogsItself(), BATCHES)
@@ -484,12 +524,17 @@ def test_a_monitored_value_of_a_validation_that_is_not_there(callback, tmp_path,
 @pytest.mark.parametrize("validates", [False, True])
 def test_a_plateau_of_a_validation_that_is_not_there(validates, capsys):
     class Plateau(LogsItself):
-        validation_step = TinyModule.validation_step if validates else tk.TrainModule.validation_step
+        validation_step = (
+            TinyModule.validation_step if validates else tk.TrainModule.validation_step
+        )
 
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"},
+            }
 
     trainer().fit(Plateau(), BATCHES, BATCHES if validates else None)
     line = "ReduceLROnPlateau monitors 'val_loss', and this fit has no validation"
@@ -505,7 +550,11 @@ def test_the_value_of_a_value_function_is_not_a_validation(capsys):
 
     watch = [EarlyStopping("value_loss"), EarlyStopping("interval")]
     made = tk.Trainer(
-        max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False, callbacks=watch
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        callbacks=watch,
     )
     made.fit(Critic(), BATCHES)
     assert "no validation" not in capsys.readouterr().out
@@ -525,16 +574,28 @@ def test_a_callback_that_acts_after_a_validation_that_is_not_there(callback, tmp
             raise AssertionError("step 1 ran")
 
     made = tk.Trainer(
-        max_epochs=1, logger=False, enable_progress_bar=False, callbacks=callback, default_root_dir=tmp_path
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=callback,
+        default_root_dir=tmp_path,
     )
-    with pytest.raises(ConfigurationError, match="acts after validation only, and this fit has no validation") as error:
+    with pytest.raises(
+        ConfigurationError, match="acts after validation only, and this fit has no validation"
+    ) as error:
         made.fit(Steps(), BATCHES)
     assert "define validation_step" in error.value.fix
 
 
 def test_a_checkpoint_of_every_few_steps_needs_no_validation(tmp_path):
     keep = ModelCheckpoint(save_on_train_epoch_end=False, every_n_train_steps=1)
-    made = tk.Trainer(max_epochs=1, logger=False, enable_progress_bar=False, callbacks=keep, default_root_dir=tmp_path)
+    made = tk.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_progress_bar=False,
+        callbacks=keep,
+        default_root_dir=tmp_path,
+    )
     made.fit(WithoutValidation(), BATCHES)
     assert keep.best_model_path
 
@@ -557,7 +618,9 @@ def test_clipping_something_else_than_parameters(call, given):
     assert "model.parameters()" in error.value.fix
     accelerator.backward(model(torch.ones(1, 2)).sum())
     accelerator.clip_grad_norm_(nn.ParameterList(model.parameters()), 0.5)
-    assert torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item() == pytest.approx(0.5, rel=1e-4)
+    assert torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters()]
+    ).item() == pytest.approx(0.5, rel=1e-4)
 
 
 def test_clipping_a_module_in_a_step():

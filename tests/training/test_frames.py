@@ -70,7 +70,9 @@ def frames_to_step(**options):
     return max(seen, key=len)
 
 
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}]
+)
 def test_fit_adds_few_frames_above_the_users_step(options):
     names = frames_to_step(**options)
     assert len(names) <= MOST_FRAMES, names

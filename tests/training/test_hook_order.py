@@ -14,7 +14,12 @@ from tests.training.tiny import Tiny
 from trainer_kit import Callback, Trainer
 from trainer_kit.core.errors import ConfigurationError
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 SET_UP = [
     "configure_callbacks M",
@@ -119,14 +124,22 @@ def test_the_picture_of_the_loop_has_the_order_of_a_resumed_fit(make_cast, tmp_p
             trainer.request_checkpoint("asked", None)
 
     # The second epoch alone: hooks of a first fit and of a sanity check come before it.
-    trainer = Trainer(max_epochs=2, accumulate_grad_batches=2, callbacks=[*cast.callbacks, Asks()], **QUIET)
+    trainer = Trainer(
+        max_epochs=2, accumulate_grad_batches=2, callbacks=[*cast.callbacks, Asks()], **QUIET
+    )
     trainer.fit(cast.module, datamodule=cast.data, ckpt_path=tmp_path / "end")
     lines = [line.split()[0] for line in cast.log.lines()]
     validation = lines.index("on_validation_model_eval")
     for column, heard in ((loop["FIT"], lines), (loop["EVALUATION"], lines[validation:])):
         drawn, called = list(loop["names"](column)), list(dict.fromkeys(heard))
-        assert [name for name in called if name in drawn] == [name for name in drawn if name in called]
-        assert {*drawn} - {*called} <= {"on_sanity_check_start", "on_sanity_check_end", "state_dict"}  # not spied on
+        assert [name for name in called if name in drawn] == [
+            name for name in drawn if name in called
+        ]
+        assert {*drawn} - {*called} <= {
+            "on_sanity_check_start",
+            "on_sanity_check_end",
+            "state_dict",
+        }  # not spied on
 
 
 def test_loss_weight_is_asked_once_a_training_batch(make_cast):
@@ -136,12 +149,19 @@ def test_loss_weight_is_asked_once_a_training_batch(make_cast):
     assert len(cast.log.who("loss_weight")) == len(cast.log.who("training_step")) == 6
 
 
-@pytest.mark.parametrize(("verb", "kind"), [("validate", "validation"), ("test", "test"), ("predict", "predict")])
+@pytest.mark.parametrize(
+    ("verb", "kind"), [("validate", "validation"), ("test", "test"), ("predict", "predict")]
+)
 def test_evaluation_never_configures_optimizers(make_cast, verb, kind):
     cast = make_cast()
     getattr(Trainer(callbacks=cast.callbacks, **QUIET), verb)(cast.module, datamodule=cast.data)
     loader = {"validate": "val"}.get(verb, verb)
-    assert without_weights(cast.log.lines()) == [*SET_UP, f"{loader}_dataloader D", *evaluation(kind), *TEAR_DOWN]
+    assert without_weights(cast.log.lines()) == [
+        *SET_UP,
+        f"{loader}_dataloader D",
+        *evaluation(kind),
+        *TEAR_DOWN,
+    ]
 
 
 def test_fast_dev_run_is_one_batch_of_everything_without_sanity_check(make_cast, tmp_path):
@@ -189,7 +209,9 @@ def test_fast_dev_run_writes_nothing_even_when_asked(tmp_path):
         def on_train_step_end(self, trainer, module):
             trainer.request_checkpoint("why not")
 
-    Trainer(fast_dev_run=3, callbacks=Asks(), enable_progress_bar=False).fit(Tiny(), [torch.ones(2, 2)] * 3)
+    Trainer(fast_dev_run=3, callbacks=Asks(), enable_progress_bar=False).fit(
+        Tiny(), [torch.ones(2, 2)] * 3
+    )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,12 +223,22 @@ def test_a_checkpoint_is_taken_once_after_everything_of_its_step(make_cast, tmp_
             if not trainer.sanity_checking:
                 trainer.request_checkpoint("asked", None)
 
-        on_train_batch_end = on_validation_end = on_train_epoch_end = lambda self, trainer, *_: self.ask(trainer)
+        on_train_batch_end = on_validation_end = on_train_epoch_end = lambda self, trainer, *_: (
+            self.ask(trainer)
+        )
 
-    trainer = Trainer(max_epochs=1, val_check_interval=2, callbacks=[*cast.callbacks, Asks()], **QUIET)
+    trainer = Trainer(
+        max_epochs=1, val_check_interval=2, callbacks=[*cast.callbacks, Asks()], **QUIET
+    )
     trainer.fit(cast.module, datamodule=cast.data)
     heard = [line.split()[0] for line in cast.log.lines()]
-    kept = ("training_step", "on_validation_end", "on_train_epoch_end", "on_train_end", "on_save_checkpoint")
+    kept = (
+        "training_step",
+        "on_validation_end",
+        "on_train_epoch_end",
+        "on_train_end",
+        "on_save_checkpoint",
+    )
     saved = [name for name in heard[heard.index("on_train_start") :] if name in kept]
     assert saved == [
         "training_step",
@@ -220,7 +252,9 @@ def test_a_checkpoint_is_taken_once_after_everything_of_its_step(make_cast, tmp_
         "on_train_end",
     ]
     assert cast.log.who("on_save_checkpoint") == ["C1", "C2", "late", "M"] * 3
-    assert sorted(path.name for path in tmp_path.glob("**/step-*")) == [f"step-{n:08d}" for n in (1, 2, 3)]
+    assert sorted(path.name for path in tmp_path.glob("**/step-*")) == [
+        f"step-{n:08d}" for n in (1, 2, 3)
+    ]
 
 
 def test_a_checkpoint_asked_for_at_the_very_end_is_taken(tmp_path):
@@ -338,7 +372,9 @@ def test_callbacks_of_the_module_replace_those_of_the_same_class():
         def configure_callbacks(self):
             return [Named("module's", heard)]
 
-    trainer = Trainer(max_steps=1, callbacks=[Named("trainer's", heard), Other("other", heard)], **QUIET)
+    trainer = Trainer(
+        max_steps=1, callbacks=[Named("trainer's", heard), Other("other", heard)], **QUIET
+    )
     trainer.fit(Brings(), [torch.ones(2, 2)])
     assert heard == ["other", "module's"]
     heard.clear()
@@ -374,7 +410,9 @@ def test_the_best_checkpoint_of_a_callback_that_the_module_brings_is_found_after
     expected = module.layer.weight.sum().item()
     nn.init.zeros_(module.layer.weight)
     for _ in range(2):
-        assert trainer.test(dataloaders=[torch.ones(2, 2)], ckpt_path="best", verbose=False) == [{"weight": expected}]
+        assert trainer.test(dataloaders=[torch.ones(2, 2)], ckpt_path="best", verbose=False) == [
+            {"weight": expected}
+        ]
 
 
 @pytest.mark.parametrize("verb", ["validate", "test", "predict"])
@@ -396,13 +434,19 @@ def test_evaluation_hooks_take_the_loader_or_leave_it(verb):
 
     def make(name, *hooks):
         return type(
-            name, (Callback,), dict(zip((f"on_{kind}_batch_start", f"on_{kind}_batch_end"), hooks, strict=True))
+            name,
+            (Callback,),
+            dict(zip((f"on_{kind}_batch_start", f"on_{kind}_batch_end"), hooks, strict=True)),
         )()
 
     class Module(Tiny):
         pass
 
-    setattr(Module, f"{kind}_step", lambda self, batch, batch_idx, dataloader_idx=0: (batch_idx, dataloader_idx))
+    setattr(
+        Module,
+        f"{kind}_step",
+        lambda self, batch, batch_idx, dataloader_idx=0: (batch_idx, dataloader_idx),
+    )
     setattr(Module, f"on_{kind}_batch_start", lambda self, batch, batch_idx: heard.append("module"))
     loaders = [DataLoader(torch.ones(2, 2)), DataLoader(torch.ones(1, 2))]
     callbacks = [make("Without", start, end), make("With", start_with, end_with)]
@@ -527,7 +571,9 @@ def test_a_hook_sees_the_current_stage():
         def on_validation_epoch_start(self, trainer, module):
             states["validation"] = (trainer.training, trainer.evaluating, trainer.state_verb)
 
-    Trainer(max_steps=1, callbacks=Looks(), **QUIET).fit(Tiny(), [torch.ones(2, 2)], [torch.ones(2, 2)])
+    Trainer(max_steps=1, callbacks=Looks(), **QUIET).fit(
+        Tiny(), [torch.ones(2, 2)], [torch.ones(2, 2)]
+    )
     assert states == {"train": (True, False, "fit"), "validation": (False, True, "fit")}
 
 

@@ -97,7 +97,14 @@ def sampled(count: int, claimed: int) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize(
-    "data", [loader(8, claimed=4), loader(8, claimed=0), loader(8, claimed=40), sampled(4, 2), sampled(4, 9)]
+    "data",
+    [
+        loader(8, claimed=4),
+        loader(8, claimed=0),
+        loader(8, claimed=40),
+        sampled(4, 2),
+        sampled(4, 9),
+    ],
 )
 def test_every_entry_point_reads_all_of_the_data(data: Any) -> None:
     module = Counts()

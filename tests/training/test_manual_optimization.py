@@ -10,7 +10,12 @@ from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.precision import MixedPrecision
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 
 class Pair(TrainModule):
@@ -35,7 +40,8 @@ class Pair(TrainModule):
 
         def discriminator():
             return (
-                wins(self.discriminator(real), ones) + wins(self.discriminator(fake.detach()), torch.zeros_like(ones))
+                wins(self.discriminator(real), ones)
+                + wins(self.discriminator(fake.detach()), torch.zeros_like(ones))
             ) / 2
 
         return generator, discriminator
@@ -43,13 +49,18 @@ class Pair(TrainModule):
     def training_step(self, batch, batch_idx):
         generator, discriminator = self.optimizers()
         generator_loss, discriminator_loss = self.losses(batch)
-        for optimizer, loss_of in ((generator, generator_loss), (discriminator, discriminator_loss)):
+        for optimizer, loss_of in (
+            (generator, generator_loss),
+            (discriminator, discriminator_loss),
+        ):
             self.toggle_optimizer(optimizer)
             loss = loss_of()
             optimizer.zero_grad()
             self.manual_backward(loss)
             if self.clip is not None:
-                self.clip_gradients(optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm")
+                self.clip_gradients(
+                    optimizer, gradient_clip_val=self.clip, gradient_clip_algorithm="norm"
+                )
             optimizer.step()
             self.untoggle_optimizer(optimizer)
 
@@ -166,7 +177,10 @@ def test_one_optimizer_and_one_scheduler_come_without_a_list():
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.generator.parameters(), lr=1.0)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+            return {
+                "optimizer": optimizer,
+                "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+            }
 
     rates = []
     Trainer(max_epochs=1, **QUIET).fit(Single(), batches(4))
@@ -195,7 +209,13 @@ def test_schedulers_of_torch_accept_the_returned_optimizers(built):
             super().training_step(batch, batch_idx)
             self.schedulers[0].step()
             self.schedulers[1].step(float(batch_idx))
-            rates.append([group["lr"] for optimizer in self.trainer.optimizers for group in optimizer.param_groups])
+            rates.append(
+                [
+                    group["lr"]
+                    for optimizer in self.trainer.optimizers
+                    for group in optimizer.param_groups
+                ]
+            )
 
     rates = []
     Trainer(max_epochs=1, **QUIET).fit(Schedules(), batches(3))
@@ -233,12 +253,20 @@ def test_toggling_a_parameter_of_both_optimizers():
 
         def configure_optimizers(self):
             own = list(self.generator.parameters())
-            return [torch.optim.SGD([*own, self.discriminator.bias], lr=0.1), torch.optim.SGD([own[1]], lr=0.1)]
+            return [
+                torch.optim.SGD([*own, self.discriminator.bias], lr=0.1),
+                torch.optim.SGD([own[1]], lr=0.1),
+            ]
 
     seen = []
     Trainer(max_steps=1, **QUIET).fit(Shares(), batches())
     # What no optimizer has is left as it is.
-    assert seen[0] == ["generator.weight", "generator.bias", "discriminator.weight", "discriminator.bias"]
+    assert seen[0] == [
+        "generator.weight",
+        "generator.bias",
+        "discriminator.weight",
+        "discriminator.bias",
+    ]
     assert seen[1] == ["generator.bias", "discriminator.weight"]
 
 
@@ -277,9 +305,14 @@ def test_an_overflow_skips_only_the_optimizer_it_hits():
     class Overflows(Pair):
         def training_step(self, batch, batch_idx):
             generator, discriminator = self.optimizers()
-            for optimizer, part in ((generator, self.generator), (discriminator, self.discriminator)):
+            for optimizer, part in (
+                (generator, self.generator),
+                (discriminator, self.discriminator),
+            ):
                 optimizer.zero_grad()
-                self.manual_backward(part.weight.sum() * (float("inf") if part is self.generator else 1.0))
+                self.manual_backward(
+                    part.weight.sum() * (float("inf") if part is self.generator else 1.0)
+                )
                 optimizer.step()
 
     module = Overflows()
@@ -301,7 +334,8 @@ def test_every_precision_trains(precision):
     if precision == "16-mixed":
         options = {"plugins": MixedPrecision(torch.float16, "cpu", scaler())}
     Trainer(max_steps=3, **options, **QUIET).fit(
-        module, [batch.to({"64-true": torch.float64}.get(precision, torch.float32)) for batch in batches()]
+        module,
+        [batch.to({"64-true": torch.float64}.get(precision, torch.float32)) for batch in batches()],
     )
     for old, new in zip(before, module.parameters(), strict=True):
         assert not torch.equal(old.to(new.dtype), new)
@@ -326,7 +360,9 @@ def test_accumulating_by_hand():
     for first, second in (batches(4)[:2], batches(4)[2:]):
         optimizer.zero_grad()
         for batch in (first, second):
-            (reference.losses(batch)[0]() / 2).backward(inputs=list(reference.generator.parameters()))
+            (reference.losses(batch)[0]() / 2).backward(
+                inputs=list(reference.generator.parameters())
+            )
         optimizer.step()
     assert same(module, reference)
 
@@ -438,7 +474,9 @@ def test_reduce_lr_on_plateau_needs_no_monitor():
 
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.generator.parameters(), lr=0.1)
-            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
+                optimizer, factor=0.5, patience=0
+            )
             return [optimizer], [scheduler]
 
     rates = []

@@ -37,7 +37,9 @@ def test_a_reached_limit_prints_no_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out == ""
 
 
-def test_last_without_a_checkpoint_starts_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_without_a_checkpoint_starts_a_new_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = quiet(max_epochs=1, default_root_dir=tmp_path)
     trainer.fit(TinyModule(), BATCHES, ckpt_path="last")
     assert trainer.global_step == 3
@@ -58,7 +60,9 @@ def test_a_log_without_a_trainer_warns_at_the_calling_line() -> None:
     assert caught[0].filename == __file__
 
 
-def test_loaders_that_can_be_read_once_are_reported_before_the_first_step(capsys: pytest.CaptureFixture[str]) -> None:
+def test_loaders_that_can_be_read_once_are_reported_before_the_first_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     def fit(count: int = 3, **options: Any) -> str:
         data = (torch.randn(2, 32) for _ in range(count))
         Trainer(accelerator="cpu", barebones=True, **options).fit(TinyModule(), data)
@@ -66,8 +70,16 @@ def test_loaders_that_can_be_read_once_are_reported_before_the_first_step(capsys
 
     with pytest.raises(DataError, match="no batches left for another pass"):
         fit(max_epochs=3)
-    assert "a generator can be read once: after its end, the next of 3 epochs is an error" in capsys.readouterr().out
-    assert fit(max_epochs=1) == fit(max_steps=3) == fit(count=6, max_epochs=3, limit_train_batches=2) == ""
+    assert (
+        "a generator can be read once: after its end, the next of 3 epochs is an error"
+        in capsys.readouterr().out
+    )
+    assert (
+        fit(max_epochs=1)
+        == fit(max_steps=3)
+        == fit(count=6, max_epochs=3, limit_train_batches=2)
+        == ""
+    )
 
 
 def test_messages_do_not_depend_on_the_progress_bar(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,13 +92,19 @@ def test_messages_do_not_depend_on_the_progress_bar(capsys: pytest.CaptureFixtur
 
     for bar in (TQDMProgressBar(), TQDMProgressBar(refresh_rate=0)):
         trainer = Trainer(
-            max_epochs=1, logger=False, enable_checkpointing=False, enable_model_summary=False, callbacks=bar
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            callbacks=bar,
         )
         trainer.on("train_start")(lambda trainer, module: trainer.print("in training"))
         trainer.fit(TinyModule(), datamodule=Talks())
         lines = capsys.readouterr().out.splitlines()
         assert lines[:2] == ["in setup, ahead of the bar's own", "in training"]
-        assert [line.split(":")[0] for line in lines[2:]] == (["fit"] if bar.is_enabled else [])  # the bar's summary
+        assert [line.split(":")[0] for line in lines[2:]] == (
+            ["fit"] if bar.is_enabled else []
+        )  # the bar's summary
 
 
 def test_a_second_fit_starts_at_step_zero_and_prints_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,7 +117,10 @@ def test_a_second_fit_starts_at_step_zero_and_prints_so(capsys: pytest.CaptureFi
     trainer.validate(module, BATCHES, verbose=False)  # no fit
     trainer.fit(module, BATCHES)
     assert capsys.readouterr().out == ""
-    assert "begins       at step 0, with new optimizers (the last fit ended at step 6)" in trainer.explain(module)
+    assert (
+        "begins       at step 0, with new optimizers (the last fit ended at step 6)"
+        in trainer.explain(module)
+    )
     capsys.readouterr()
     for again in (module, TinyModule()):
         trainer.fit(again, BATCHES)
@@ -128,9 +149,16 @@ def test_an_evaluation_prints_which_weights_it_loads(
 ) -> None:
     keeper = ModelCheckpoint(tmp_path, monitor=monitor, save_last=True)
     options = {"logger": False, "enable_model_summary": False, "enable_progress_bar": False}
-    trainer, module = Trainer(accelerator="cpu", max_epochs=2, callbacks=keeper, **options), TinyModule()
+    trainer, module = (
+        Trainer(accelerator="cpu", max_epochs=2, callbacks=keeper, **options),
+        TinyModule(),
+    )
     trainer.fit(module, BATCHES, BATCHES)
-    best = "the best checkpoint of the last fit, val_loss = " if monitor else "the newest checkpoint of the last fit;"
+    best = (
+        "the best checkpoint of the last fit, val_loss = "
+        if monitor
+        else "the newest checkpoint of the last fit;"
+    )
     for verb in ("validate", "test", "predict"):
         capsys.readouterr()
         getattr(trainer, verb)(dataloaders=BATCHES)
@@ -139,7 +167,10 @@ def test_an_evaluation_prints_which_weights_it_loads(
         assert "pass the module to use its own, or ckpt_path=" in said
         getattr(trainer, verb)(module, BATCHES)
         assert "weights of" not in capsys.readouterr().out
-        for chosen, path in (("best", keeper.best_model_path), (keeper.best_model_path, keeper.best_model_path)):
+        for chosen, path in (
+            ("best", keeper.best_model_path),
+            (keeper.best_model_path, keeper.best_model_path),
+        ):
             getattr(trainer, verb)(module, BATCHES, ckpt_path=chosen)
             assert capsys.readouterr().out.startswith(f"{verb}: weights of {path}\n")
         getattr(trainer, verb)(dataloaders=BATCHES, ckpt_path="last")

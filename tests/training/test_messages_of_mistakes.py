@@ -15,7 +15,12 @@ from trainer_kit.core.errors import CheckpointError, ConfigurationError, DataErr
 from trainer_kit.loggers import CSVLogger
 from trainer_kit.testing import TinyModule
 
-QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class NoReturn(TinyModule):
@@ -30,15 +35,21 @@ class NoOptimizer(TinyModule):
 
 def test_a_forgotten_return(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"(?s)no training_step returned a loss.*2 times None.*return the loss"
+        ConfigurationError,
+        match=r"(?s)no training_step returned a loss.*2 times None.*return the loss",
     ):
         Trainer(max_epochs=1, **QUIET).fit(NoReturn(), [torch.randn(4, 32)] * 2)
-    assert "nothing was trained: no training_step of this epoch returned a loss" in capsys.readouterr().out
+    assert (
+        "nothing was trained: no training_step of this epoch returned a loss"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_forgotten_return_is_found_when_the_first_epoch_ends() -> None:
     module, trainer = NoReturn(), Trainer(max_epochs=3, **QUIET)
-    with pytest.raises(ConfigurationError, match=r"(?s)no training_step returned a loss.*2 times None"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)no training_step returned a loss.*2 times None"
+    ):
         trainer.fit(module, [torch.randn(4, 32)] * 2)
     assert trainer.global_step == 2
 
@@ -91,10 +102,20 @@ class NoInit(TinyModule):
     [
         (NoInit, {}, {}, "NoInit.__init__ does not call super"),
         (lambda: TinyModule, {}, {}, r"(?s)a class, not a module object.*TinyModule\(\.\.\.\)"),
-        (TinyModule, {"callbacks": [EarlyStopping]}, {}, r"(?s)not a callback.*make one: EarlyStopping\(\.\.\.\)"),
+        (
+            TinyModule,
+            {"callbacks": [EarlyStopping]},
+            {},
+            r"(?s)not a callback.*make one: EarlyStopping\(\.\.\.\)",
+        ),
         (TinyModule, {"logger": CSVLogger}, {}, "(?s)not a logger.*not its class"),
         (TinyModule, {"max_time": 5}, {}, '(?s)needs a unit.*"5s"'),
-        (TinyModule, {"accumulate_grad_batches": "4"}, {}, "accumulation must be a number of micro-batches"),
+        (
+            TinyModule,
+            {"accumulate_grad_batches": "4"},
+            {},
+            "accumulation must be a number of micro-batches",
+        ),
         (TinyModule, {}, {"ckpt_path": True}, "ckpt_path must be a path"),
     ],
 )
@@ -119,12 +140,16 @@ def test_a_directory_of_checkpoints_is_none_of_them(tmp_path: Path) -> None:
         TinyModule(), [torch.randn(4, 32)]
     )
     with pytest.raises(CheckpointError, match=r"(?s)not one of them.*pass .*step-00000001"):
-        Trainer(**QUIET, max_epochs=2).fit(TinyModule(), [torch.randn(4, 32)], ckpt_path=tmp_path / "checkpoints")
+        Trainer(**QUIET, max_epochs=2).fit(
+            TinyModule(), [torch.randn(4, 32)], ckpt_path=tmp_path / "checkpoints"
+        )
 
 
 def test_a_missing_lightning_attribute_names_its_replacement():
     trainer = Trainer(barebones=True)
-    with pytest.raises(AttributeError, match=r"no validate_loop: trainer\.validate returns the values"):
+    with pytest.raises(
+        AttributeError, match=r"no validate_loop: trainer\.validate returns the values"
+    ):
         trainer.validate_loop = None
     with pytest.raises(AttributeError, match=r"no scaler: trainer\.precision_plugin"):
         _ = trainer.scaler

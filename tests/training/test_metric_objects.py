@@ -32,7 +32,9 @@ class Counting(Tiny):
         self.on_step, self.read = on_step, {}
         self.train_mean, self.val_mean, self.test_mean = MeanMetric(), MeanMetric(), MeanMetric()
         self.best, self.last = MaxMetric(), MaxMetric()
-        self.both = MetricCollection({"mean": MeanMetric(), "again": MeanMetric(), "sum": SumMetric()}, prefix="c_")
+        self.both = MetricCollection(
+            {"mean": MeanMetric(), "again": MeanMetric(), "sum": SumMetric()}, prefix="c_"
+        )
 
     def count(self, name, metric, batch):
         metric.update(batch)
@@ -60,7 +62,9 @@ class Counting(Tiny):
         if self.trainer.sanity_checking:
             return
         self.note("val", self.val_mean)
-        self.read.setdefault("both", []).append({k: float(v) for k, v in self.both.compute().items()})
+        self.read.setdefault("both", []).append(
+            {k: float(v) for k, v in self.both.compute().items()}
+        )
         self.best.update(self.val_mean.compute() - self.trainer.current_epoch)
         self.log("best", self.best.compute())
         self.last.update(self.val_mean.compute() - self.trainer.current_epoch)
@@ -107,9 +111,24 @@ def test_every_hook_at_the_end_of_an_epoch_reads_the_whole_epoch(on_step):
     tested = {name: values for name, values in module.read.items() if name.startswith("test")}
     assert tested == {key: [2.5] for key in ["test", "test early", "test normal", "test late"]}
     others = {name: values for name, values in module.read.items() if name not in tested}
-    kinds = ["train", "train early", "train normal", "train late", "val", "val early", "val normal", "val late"]
+    kinds = [
+        "train",
+        "train early",
+        "train normal",
+        "train late",
+        "val",
+        "val early",
+        "val normal",
+        "val late",
+    ]
     assert others == {key: [2.5, 2.5] for key in [*kinds, "val_end"]}
-    metrics = [module.train_mean, module.val_mean, module.test_mean, module.last, *module.both.values()]
+    metrics = [
+        module.train_mean,
+        module.val_mean,
+        module.test_mean,
+        module.last,
+        *module.both.values(),
+    ]
     assert [metric.update_count for metric in metrics] == [0] * 7
 
 
@@ -121,17 +140,26 @@ def test_a_checkpoint_is_chosen_by_a_best_value_that_a_hook_computes(tmp_path):
 
 def test_values_of_a_validation_inside_an_epoch_do_not_reset_the_training_objects():
     module = Counting()
-    Trainer(max_epochs=1, val_check_interval=1, enable_checkpointing=False, **OPTIONS).fit(module, batches(), batches())
+    Trainer(max_epochs=1, val_check_interval=1, enable_checkpointing=False, **OPTIONS).fit(
+        module, batches(), batches()
+    )
     assert module.read["train"] == [2.5]
     assert module.read["val"] == [2.5] * 3
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.filterwarnings("ignore:The ``compute`` method of metric")  # torchmetrics, on a rank without a batch
+@pytest.mark.filterwarnings(
+    "ignore:The ``compute`` method of metric"
+)  # torchmetrics, on a rank without a batch
 @pytest.mark.parametrize("count", [6, 1])  # with one sample, a rank has no batch
 def test_hooks_of_all_ranks_read_the_value_over_all_ranks(count):
     module = Counting()
-    trainer = Trainer(**{**OPTIONS, "devices": 2}, max_epochs=1, enable_checkpointing=False, callbacks=Reader("late"))
+    trainer = Trainer(
+        **{**OPTIONS, "devices": 2},
+        max_epochs=1,
+        enable_checkpointing=False,
+        callbacks=Reader("late"),
+    )
     trainer.fit(module, batches(count, 1), batches(count, 1))
     mean = batches(count).dataset.mean().item()
     names = ["train", "train late", "val", "val late", "val_end"]
@@ -188,9 +216,14 @@ class Ends(Callback):
 
 @pytest.mark.parametrize("how", ["max_steps", "max_duration", "stop", "exception"])
 def test_the_last_checkpoint_of_a_run_that_ends_inside_its_epoch_holds_its_sums(how, tmp_path):
-    limits = {"max_steps": {"max_steps": 2}, "max_duration": {"max_duration": "4sp", "max_epochs": 1}}
+    limits = {
+        "max_steps": {"max_steps": 2},
+        "max_duration": {"max_duration": "4sp", "max_epochs": 1},
+    }
     keeper = ModelCheckpoint(tmp_path, save_on_exception=True)
-    trainer = Trainer(**limits.get(how, {"max_epochs": 1}), callbacks=[keeper, Ends(how)], **OPTIONS)
+    trainer = Trainer(
+        **limits.get(how, {"max_epochs": 1}), callbacks=[keeper, Ends(how)], **OPTIONS
+    )
     if how == "exception":
         with pytest.raises(RuntimeError, match="planted"):
             trainer.fit(Sums(), batches())
@@ -235,7 +268,9 @@ def test_a_checkpoint_of_the_last_hook_of_an_epoch_repeats_that_hook_with_its_va
         def on_train_epoch_end(self, trainer, module):
             trainer.save_checkpoint(tmp_path / "hook")
 
-    Trainer(max_epochs=1, enable_checkpointing=False, callbacks=Saves(), **OPTIONS).fit(Sums(), batches())
+    Trainer(max_epochs=1, enable_checkpointing=False, callbacks=Saves(), **OPTIONS).fit(
+        Sums(), batches()
+    )
     assert resumed(tmp_path / "hook") == WHOLE
 
 
@@ -280,14 +315,18 @@ def test_a_validation_that_fails_is_owed_and_leaves_no_trace_in_its_objects(tmp_
         def on_validation_end(self, trainer, module):
             values.append((trainer.global_step, float(trainer.callback_metrics["val"])))
 
-    trainer = Trainer(max_epochs=1, val_check_interval=2, enable_checkpointing=False, callbacks=Reads(), **OPTIONS)
+    trainer = Trainer(
+        max_epochs=1, val_check_interval=2, enable_checkpointing=False, callbacks=Reads(), **OPTIONS
+    )
     trainer.fit(Validating(), batches(), batches(), ckpt_path=str(checkpoints(tmp_path)[-1].path))
     assert values == [(2, 2.5)]
 
 
 def test_a_run_that_was_interrupted_leaves_no_trace_in_the_next_one():
     module = Sums()
-    trainer = Trainer(max_epochs=1, enable_checkpointing=False, callbacks=Ends("exception"), **OPTIONS)
+    trainer = Trainer(
+        max_epochs=1, enable_checkpointing=False, callbacks=Ends("exception"), **OPTIONS
+    )
     with pytest.raises(RuntimeError, match="planted"):
         trainer.fit(module, batches())
     trainer = Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS)

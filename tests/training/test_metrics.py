@@ -25,7 +25,9 @@ class Rows:
 
     def log_metrics(self, metrics, step):
         assert all(type(value) is float for name, value in metrics.items() if name != "epoch")
-        self.rows.append((step, {name: value for name, value in metrics.items() if name != "epoch"}))
+        self.rows.append(
+            (step, {name: value for name, value in metrics.items() if name != "epoch"})
+        )
 
     def of(self, name):
         return [(step, values[name]) for step, values in self.rows if name in values]
@@ -108,20 +110,28 @@ def test_epoch_alone_in_training():
 
 
 def test_single_batches_of_validation_have_their_own_count_over_all_validations():
-    trainer = fit(Net(val=lambda m, v: m.log("a", v, on_step=True)), loader(), max_epochs=2, num_sanity_val_steps=2)
+    trainer = fit(
+        Net(val=lambda m, v: m.log("a", v, on_step=True)),
+        loader(),
+        max_epochs=2,
+        num_sanity_val_steps=2,
+    )
     expected = [(1, 0.5), (2, 2.5), (3, 4.0), (4, 0.5), (5, 2.5), (6, 4.0)]
     assert trainer.rows.of("a_step") == expected
     assert trainer.rows.of("a_epoch") == [(3, 2.0), (6, 2.0)]
 
 
 def test_a_step_value_that_first_appears_in_a_later_batch_of_validation_is_handed_on():
-    trainer = fit(Net(val=lambda m, v: v > 2 and m.log("a", v, on_step=True, on_epoch=False)), loader())
+    trainer = fit(
+        Net(val=lambda m, v: v > 2 and m.log("a", v, on_step=True, on_epoch=False)), loader()
+    )
     assert [value for _, value in trainer.rows.of("a")] == [2.5, 4.0]
 
 
 def test_neither_step_nor_epoch_is_an_error():
     with pytest.raises(
-        LogError, match=r"(?s)'a' would never be shown or logged.*on_step nor on_epoch in training_step"
+        LogError,
+        match=r"(?s)'a' would never be shown or logged.*on_step nor on_epoch in training_step",
     ):
         fit(Net(lambda m, v: m.log("a", v, on_step=False, on_epoch=False)))
 
@@ -162,7 +172,12 @@ def test_the_epoch_s_number_is_with_every_training_value():
             self.rows.append((step, metrics["epoch"]))
 
     epochs = Epochs()
-    fit(Net(lambda m, v: m.log("a", v, on_epoch=True)), max_epochs=2, log_every_n_steps=3, logger=epochs)
+    fit(
+        Net(lambda m, v: m.log("a", v, on_epoch=True)),
+        max_epochs=2,
+        log_every_n_steps=3,
+        logger=epochs,
+    )
     assert epochs.rows == [(3, 0), (3, 0), (6, 1), (6, 1)]
 
 
@@ -246,7 +261,10 @@ def test_the_default_weight_is_the_loss_weight_in_evaluation_too():
             return float(batch[0]) + 1
 
     by_samples = fit(Net(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"]
-    assert fit(Weighted(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"] != by_samples
+    assert (
+        fit(Weighted(val=lambda m, v: m.log("a", v)), loader(5, 4)).callback_metrics["a"]
+        != by_samples
+    )
 
 
 @pytest.mark.parametrize("kind", ["mean", "sum", "min", "max"])
@@ -258,7 +276,9 @@ def test_more_values_than_are_kept_at_once_fold_right(kind):
     assert trainer.rows.of("a_epoch") == [(700, expected), (700, expected)]
     steps = trainer.rows.of("a_step")
     assert [step for step, _ in steps] == [*range(100, 701, 100), *range(1, 701)]
-    assert [value for _, value in steps] == pytest.approx([*values[99::100].tolist(), *values.tolist()])
+    assert [value for _, value in steps] == pytest.approx(
+        [*values[99::100].tolist(), *values.tolist()]
+    )
 
 
 @pytest.mark.slow
@@ -282,7 +302,16 @@ def test_several_values_in_one_step_count_once_each():
 
 @pytest.mark.parametrize(
     "value",
-    [3, 3.0, True, np.float32(3), np.int64(3), torch.tensor(3), torch.tensor([3.0]), torch.tensor([[3.0]]).half()],
+    [
+        3,
+        3.0,
+        True,
+        np.float32(3),
+        np.int64(3),
+        torch.tensor(3),
+        torch.tensor([3.0]),
+        torch.tensor([[3.0]]).half(),
+    ],
 )
 def test_numbers_of_all_kinds(value):
     trainer = fit(Net(lambda m, v: m.log("a", value, on_step=True, on_epoch=True)))
@@ -331,7 +360,9 @@ def test_a_value_that_changes_in_place_later_keeps_its_logged_value(kind):
             self.table = torch.nn.Parameter(torch.zeros(3))
 
         def training_step(self, batch, batch_idx):
-            value = {"buffer": self.buffer, "parameter": self.parameter, "view": self.table[1]}[kind]
+            value = {"buffer": self.buffer, "parameter": self.parameter, "view": self.table[1]}[
+                kind
+            ]
             with torch.no_grad():
                 for moving in (self.buffer, self.parameter, self.table):
                     moving += 1
@@ -370,7 +401,9 @@ def test_a_value_of_a_run_in_float64_is_not_rounded_between_two_flushes():
 
 
 def test_numbers_and_tensors_under_one_name_are_averaged_in_float64():
-    values = iter([7 / 3, torch.tensor(7 / 3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.bfloat16)])
+    values = iter(
+        [7 / 3, torch.tensor(7 / 3, dtype=torch.float64), torch.tensor(0.5, dtype=torch.bfloat16)]
+    )
     net = Net(lambda m, v: m.log("a", next(values), on_step=False, on_epoch=True, batch_size=1))
     assert fit(net).rows.of("a") == [(3, (7 / 3 + 7 / 3 + 0.5) / 3)]
 
@@ -381,7 +414,13 @@ def test_nan_is_a_value():
 
 
 def test_log_dict_is_log_for_each():
-    trainer = fit(Net(lambda m, v: m.log_dict({"a": v, "b": 2 * v}, on_step=False, on_epoch=True, prog_bar=True)))
+    trainer = fit(
+        Net(
+            lambda m, v: m.log_dict(
+                {"a": v, "b": 2 * v}, on_step=False, on_epoch=True, prog_bar=True
+            )
+        )
+    )
     assert numbers(trainer.callback_metrics) == {"a": 2.0, "b": 4.0}
     assert numbers(trainer.progress_bar_metrics) == {"a": 2.0, "b": 4.0}
 
@@ -454,7 +493,9 @@ def snapshots(names):
     seen = []
 
     def hook(name):
-        return lambda self, trainer, *_: seen.append((name, {k: float(v) for k, v in trainer.callback_metrics.items()}))
+        return lambda self, trainer, *_: seen.append(
+            (name, {k: float(v) for k, v in trainer.callback_metrics.items()})
+        )
 
     return type("Seen", (Callback,), {"seen": seen, **{name: hook(name) for name in names}})()
 
@@ -481,7 +522,9 @@ def test_hooks_at_the_end_of_an_epoch_see_it_reduced(log_every):
     fit(module, loader(), callbacks=seen, log_every_n_steps=log_every)
     (_, validation), (_, training) = seen.seen
     assert {"b": 2.0, "b_epoch": 2.0}.items() <= validation.items()
-    assert training == pytest.approx({"a": 2.0, "a_step": 4.0, "a_epoch": 2.0, "b": 2.0, "b_epoch": 2.0, "b_step": 4.0})
+    assert training == pytest.approx(
+        {"a": 2.0, "a_step": 4.0, "a_epoch": 2.0, "b": 2.0, "b_epoch": 2.0, "b_step": 4.0}
+    )
 
 
 def test_a_metric_object_is_reduced_for_hooks_at_the_end_of_an_epoch():
@@ -536,7 +579,9 @@ def test_a_step_value_that_is_not_logged_again_is_not_published_again():
 
 
 def test_validation_does_not_leak_into_the_next_one():
-    trainer = fit(Net(val=lambda m, v: m.log("a", v + 10 * m.current_epoch)), loader(), max_epochs=3)
+    trainer = fit(
+        Net(val=lambda m, v: m.log("a", v + 10 * m.current_epoch)), loader(), max_epochs=3
+    )
     assert [value for _, value in trainer.rows.of("a")] == [2.0, 12.0, 22.0]
 
 
@@ -570,7 +615,10 @@ def test_a_test_starts_without_the_values_of_training():
 
 def test_several_loaders_have_a_name_each():
     trainer = fit(Net(val=lambda m, v: m.log("a", v)), [loader(), loader(3, 1)])
-    assert numbers(trainer.callback_metrics) == {"a/dataloader_idx_0": 2.0, "a/dataloader_idx_1": 1.0}
+    assert numbers(trainer.callback_metrics) == {
+        "a/dataloader_idx_0": 2.0,
+        "a/dataloader_idx_1": 1.0,
+    }
 
 
 def test_step_and_epoch_precede_the_loader_in_a_name():
@@ -601,8 +649,13 @@ def test_values_logged_at_the_end_of_an_evaluation_belong_to_no_loader():
             self.log("end", 7.0)
 
     trainer = make_trainer()
-    results = trainer.test(Ends(val=lambda m, v: m.log("a", v)), [loader(), loader(3, 1)], verbose=False)
-    assert results == [{"a/dataloader_idx_0": 2.0, "end": 7.0}, {"a/dataloader_idx_1": 1.0, "end": 7.0}]
+    results = trainer.test(
+        Ends(val=lambda m, v: m.log("a", v)), [loader(), loader(3, 1)], verbose=False
+    )
+    assert results == [
+        {"a/dataloader_idx_0": 2.0, "end": 7.0},
+        {"a/dataloader_idx_1": 1.0, "end": 7.0},
+    ]
 
 
 # -- hooks ---------------------------------------------------------------------------------------------------------
@@ -659,7 +712,9 @@ def test_all_other_hooks_log_epochs_by_default(hook):
     assert trainer.rows.of("a") == [(3, 3.0)]
 
 
-@pytest.mark.parametrize("hook", ["on_train_start", "on_train_epoch_end", "on_validation_epoch_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_start", "on_train_epoch_end", "on_validation_epoch_end"]
+)
 def test_hooks_without_steps_refuse_steps(hook):
     with pytest.raises(LogError, match=rf"(?s)no steps in {hook}.*on_epoch=True"):
         fit(Net(), loader(), callbacks=logging_in(hook, on_step=True))
@@ -671,7 +726,9 @@ def test_logging_is_refused_in_hooks_without_a_step(hook):
         fit(Net(), loader(), callbacks=logging_in(hook), num_sanity_val_steps=1)
 
 
-@pytest.mark.parametrize("hook", ["on_predict_start", "on_predict_batch_end", "on_predict_epoch_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_predict_start", "on_predict_batch_end", "on_predict_epoch_end"]
+)
 def test_prediction_refuses_to_log(hook):
     trainer = make_trainer(callbacks=logging_in(hook))
     with pytest.raises(LogError, match=f"cannot be logged in {hook}"):
@@ -725,7 +782,9 @@ def test_the_same_name_with_other_options_is_an_error(other):
         m.log("a", v)
         m.log("a", v, **other)
 
-    with pytest.raises(LogError, match=r"(?s)'a' is logged twice in training_step with different options.*fix"):
+    with pytest.raises(
+        LogError, match=r"(?s)'a' is logged twice in training_step with different options.*fix"
+    ):
         fit(Net(log))
 
 
@@ -854,7 +913,13 @@ def test_a_computed_value_is_a_value():
 def test_sums_of_a_checkpoint_join_values_of_a_device():
     metrics = Metrics(Progress())
     metrics.hook = "training_step"
-    options = {"prog_bar": False, "logger": True, "on_step": False, "on_epoch": True, "sync_dist": True}
+    options = {
+        "prog_bar": False,
+        "logger": True,
+        "on_step": False,
+        "on_epoch": True,
+        "sync_dist": True,
+    }
     options |= {"add_dataloader_idx": True, "batch_size": 2, "rank_zero_only": False}
     for name in ("mean", "max"):
         metrics.log(name, torch.tensor(3.0), reduce_fx=name, **options)
@@ -904,8 +969,12 @@ def test_a_value_is_the_one_at_the_call_though_its_memory_is_written_later(when)
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
     rows = Rows()
-    Trainer(max_epochs=1, logger=rows, log_every_n_steps=1, enable_progress_bar=False, enable_checkpointing=False).fit(
-        Writing(), loader()
-    )
+    Trainer(
+        max_epochs=1,
+        logger=rows,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_checkpointing=False,
+    ).fit(Writing(), loader())
     assert rows.of("mean_step") == [(1, 0.5), (2, 2.5), (3, 4.0)]
     assert rows.of("mean_epoch") == [(3, 2.0)]

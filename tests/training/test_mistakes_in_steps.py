@@ -7,7 +7,9 @@ from torch import nn
 import trainer_kit as tk
 from trainer_kit.testing import TinyModule
 
-OFF = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+OFF = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
 GOOD, WRONG = [torch.randn(4, 32)] * 2, [torch.randn(4, 32), torch.randn(4, 7)]
 
 
@@ -35,14 +37,20 @@ def test_a_wrong_shape_names_the_layer_and_the_batch(stage):
         run()
     step = {"fit": "training", "sanity": "validation", "validate": "validation"}.get(stage, stage)
     (note,) = notes(error)
-    assert note.startswith(f"in Net.{step}_step, module 'layer.1': Linear(in_features=32, out_features=2, bias=True); ")
+    assert note.startswith(
+        f"in Net.{step}_step, module 'layer.1': Linear(in_features=32, out_features=2, bias=True); "
+    )
     assert note.endswith("float32 (4, 7)")
     assert "batch 1: " in note or stage == "predict"
     assert type(error.value) is RuntimeError
 
 
 def test_a_nested_batch_is_described():
-    batch = {"x": torch.randn(4, 7), "more": (torch.zeros(2, dtype=torch.int64), "text"), "none": None}
+    batch = {
+        "x": torch.randn(4, 7),
+        "more": (torch.zeros(2, dtype=torch.int64), "text"),
+        "none": None,
+    }
     with pytest.raises(RuntimeError) as error:
         tk.Trainer(max_epochs=1, **OFF).fit(Net(), [batch])
     described = "{'x': float32 (4, 7), 'more': tuple of 2: (int64 (2,), str), 'none': NoneType}"

@@ -76,9 +76,13 @@ def batches() -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("builds", [False, True])
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile, behind a break of the graph
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch.compile, behind a break of the graph
 @pytest.mark.parametrize("compiled", [False, True])
-def test_it_knows_epoch_and_step_and_logs_under_its_own_names(tmp_path: Path, builds: bool, compiled: bool) -> None:
+def test_it_knows_epoch_and_step_and_logs_under_its_own_names(
+    tmp_path: Path, builds: bool, compiled: bool
+) -> None:
     module = Outer(builds)
     logger = tk.loggers.CSVLogger(tmp_path)
     options = {**QUIET, "logger": logger, "compile": {"backend": "eager"} if compiled else False}
@@ -121,7 +125,13 @@ def test_a_padding_batch_does_not_change_the_state_of_an_inner_module() -> None:
     """Two ranks with three batches under FSDP: the one that has none runs an earlier batch, which nothing may count."""
     torch.manual_seed(0)
     module = Outer()
-    trainer = tk.Trainer(max_epochs=1, devices=2, strategy="fsdp", enable_progress_bar=False, **QUIET)
-    trainer.fit(module, [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)])
+    trainer = tk.Trainer(
+        max_epochs=1, devices=2, strategy="fsdp", enable_progress_bar=False, **QUIET
+    )
+    trainer.fit(
+        module, [torch.randn(4, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)]
+    )
     assert trainer.progress.step == 2
-    assert [len(found) for found in trainer.strategy.world.all_gather_object(module.encoder.seen)] == [2, 1]
+    assert [
+        len(found) for found in trainer.strategy.world.all_gather_object(module.encoder.seen)
+    ] == [2, 1]

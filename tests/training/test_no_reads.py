@@ -44,7 +44,10 @@ class Net(tk.TrainModule):
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
 
 
 class Enough(Exception):
@@ -66,7 +69,9 @@ class Watches(tk.Callback):
         self.mode.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "precision", ["32-true", pytest.param("bf16-true", marks=pytest.mark.long)]
+)
 def test_the_loop_reads_nothing(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[Any] = []
 
@@ -90,8 +95,12 @@ def test_the_loop_reads_nothing(precision: str, monkeypatch: pytest.MonkeyPatch)
         callbacks=[Watches(150)],
         **quiet,
     )
-    batches = [(torch.zeros(6 - i % 2, 8), torch.zeros(6 - i % 2, dtype=torch.long)) for i in range(310)]
+    batches = [
+        (torch.zeros(6 - i % 2, 8), torch.zeros(6 - i % 2, dtype=torch.long)) for i in range(310)
+    ]
     with pytest.raises(Enough):
         trainer.fit(Net(), batches)
     assert trainer.global_step == 150  # 300 values of each name: more than are kept apart
-    assert devices == [META]  # so that batches are pinned and copied beside the steps, where the device can
+    assert devices == [
+        META
+    ]  # so that batches are pinned and copied beside the steps, where the device can

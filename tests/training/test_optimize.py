@@ -95,7 +95,9 @@ def test_an_optimizer_with_a_scheduler_in_every_form(shape):
     assert (found.schedulers[0].interval, found.schedulers[0].frequency) == ("epoch", 1)
 
 
-@pytest.mark.parametrize("shape", [lambda o: o, lambda o: [o], lambda o: (o,), lambda o: {"optimizer": o}])
+@pytest.mark.parametrize(
+    "shape", [lambda o: o, lambda o: [o], lambda o: (o,), lambda o: {"optimizer": o}]
+)
 def test_an_optimizer_alone_in_every_form(shape):
     found = made(lambda m: shape(sgd(m)))
     assert len(found.optimizers) == 1
@@ -118,15 +120,27 @@ def test_named_optimizers_with_their_schedulers():
 
 
 def test_options_of_a_scheduler():
-    config = {"interval": "step", "frequency": 3, "monitor": "loss", "strict": False, "name": "mine"}
-    found = made(lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": Counting(), **config}}).schedulers[0]
+    config = {
+        "interval": "step",
+        "frequency": 3,
+        "monitor": "loss",
+        "strict": False,
+        "name": "mine",
+    }
+    found = made(
+        lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": Counting(), **config}}
+    ).schedulers[0]
     assert {name: getattr(found, name) for name in config} == config
 
 
 def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict():
     def configure(m):
         optimizer = sgd(m)
-        return {"optimizer": optimizer, "lr_scheduler": ReduceLROnPlateau(optimizer), "monitor": "loss"}
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": ReduceLROnPlateau(optimizer),
+            "monitor": "loss",
+        }
 
     found = made(configure).schedulers[0]
     assert (found.reduce_on_plateau, found.monitor) == (True, "loss")
@@ -143,8 +157,14 @@ def test_a_plateau_scheduler_is_recognised_and_takes_a_monitor_outside_its_dict(
         (lambda m: ([nn.Linear(1, 1)], []), "no optimizer"),
         (lambda m: {"optimizer": "adam"}, "no optimizer"),
         (lambda m: {"optimizer": sgd(m), "lr_schedule": None}, r"(?s)unknown key.*'lr_schedule'"),
-        (lambda m: {"optimizer": sgd(m), "lr_scheduler": {"schedule": 1}}, r"(?s)'schedule'.*did you mean 'scheduler'"),
-        (lambda m: {"optimizer": sgd(m), "lr_scheduler": {"interval": "step"}}, "needs a key 'scheduler'"),
+        (
+            lambda m: {"optimizer": sgd(m), "lr_scheduler": {"schedule": 1}},
+            r"(?s)'schedule'.*did you mean 'scheduler'",
+        ),
+        (
+            lambda m: {"optimizer": sgd(m), "lr_scheduler": {"interval": "step"}},
+            "needs a key 'scheduler'",
+        ),
         (lambda m: {"optimizer": sgd(m), "lr_scheduler": object()}, "step method"),
         (lambda m: _with(m, interval="batch"), r"(?s)interval is 'epoch' or 'step'.*'batch'"),
         (lambda m: _with(m, frequency=0), "frequency"),
@@ -185,13 +205,21 @@ def _plateau(module):
 def test_a_scheduler_advances_every_so_often_counted_over_the_whole_run(config, expected):
     """4 epochs of 3 steps; Lightning counts a step frequency anew in each epoch."""
     scheduler = Counting()
-    fit(Net(lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": scheduler, **config}}), max_epochs=4)
+    fit(
+        Net(lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": scheduler, **config}}),
+        max_epochs=4,
+    )
     assert len(scheduler.metrics) == expected
 
 
 def test_a_step_is_an_optimizer_step():
     scheduler = Counting()
-    module = Net(lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": scheduler, "interval": "step"}})
+    module = Net(
+        lambda m: {
+            "optimizer": sgd(m),
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+    )
     fit(module, batches=5, max_epochs=1, accumulate_grad_batches=2)
     assert len(scheduler.metrics) == 3
 
@@ -220,9 +248,16 @@ class Logs(Net):
 @pytest.mark.parametrize("interval", ["step", "epoch"])
 def test_a_scheduler_on_a_metric_is_given_it(interval):
     scheduler = Counting()
-    config = {"scheduler": scheduler, "monitor": "loss", "reduce_on_plateau": True, "interval": interval}
+    config = {
+        "scheduler": scheduler,
+        "monitor": "loss",
+        "reduce_on_plateau": True,
+        "interval": interval,
+    }
     fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}), max_epochs=2)
-    assert [float(metric) for metric in scheduler.metrics] == [3.0] * (6 if interval == "step" else 2)
+    assert [float(metric) for metric in scheduler.metrics] == [3.0] * (
+        6 if interval == "step" else 2
+    )
 
 
 def test_a_scheduler_on_a_validation_metric_sees_this_epoch_s():
@@ -241,13 +276,20 @@ def test_a_scheduler_on_a_validation_metric_sees_this_epoch_s():
 
 def test_a_missing_metric_is_an_error_that_lists_the_logged_ones():
     config = {"scheduler": Counting(), "monitor": "val_loss", "reduce_on_plateau": True}
-    with pytest.raises(ConfigurationError, match=r"(?s)'val_loss', which was not logged.*logged so far: loss"):
+    with pytest.raises(
+        ConfigurationError, match=r"(?s)'val_loss', which was not logged.*logged so far: loss"
+    ):
         fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))
 
 
 def test_a_missing_metric_is_skipped_if_strict_is_false():
     scheduler = Counting()
-    config = {"scheduler": scheduler, "monitor": "val_loss", "reduce_on_plateau": True, "strict": False}
+    config = {
+        "scheduler": scheduler,
+        "monitor": "val_loss",
+        "reduce_on_plateau": True,
+        "strict": False,
+    }
     fit(Logs(lambda m: {"optimizer": sgd(m), "lr_scheduler": config}))
     assert scheduler.metrics == []
 
@@ -258,7 +300,12 @@ def test_a_skipped_batch_advances_no_scheduler():
             return None if batch_idx == 1 else super().training_step(batch, batch_idx)
 
     scheduler = Counting()
-    module = Skips(lambda m: {"optimizer": sgd(m), "lr_scheduler": {"scheduler": scheduler, "interval": "step"}})
+    module = Skips(
+        lambda m: {
+            "optimizer": sgd(m),
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+    )
     assert fit(module, max_epochs=1).global_step == 3
     assert len(scheduler.metrics) == 2
 
@@ -316,7 +363,9 @@ def test_the_user_may_clip_himself():
     given = []
 
     class Own(Net):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             given.append((gradient_clip_val, gradient_clip_algorithm))
             self.clip_gradients(optimizer, 1e-3, "value")
 
@@ -363,13 +412,17 @@ def test_an_optimizer_that_evaluates_again_runs_the_window_again():
     assert module.training_step(torch.ones(2, 1), 0).item() < 1e-6
 
 
-@pytest.mark.parametrize(("given", "algorithm"), [({}, "norm"), ({"gradient_clip_algorithm": "value"}, "value")])
+@pytest.mark.parametrize(
+    ("given", "algorithm"), [({}, "norm"), ({"gradient_clip_algorithm": "value"}, "value")]
+)
 def test_clip_gradients_without_a_value_uses_the_trainers_value(given, algorithm):
     """As in Lightning: an override may decide when, and leave to the Trainer how much."""
     seen = []
 
     class Overrides(TinyModule):
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             self.clip_gradients(optimizer)
 
         def on_train_batch_end(self, outputs, batch, batch_idx):
@@ -377,7 +430,9 @@ def test_clip_gradients_without_a_value_uses_the_trainers_value(given, algorithm
 
     def train(module_class):
         torch.manual_seed(0)
-        trainer = Trainer(max_steps=2, gradient_clip_val=1e-3, barebones=True, accelerator="cpu", **given)
+        trainer = Trainer(
+            max_steps=2, gradient_clip_val=1e-3, barebones=True, accelerator="cpu", **given
+        )
         module = module_class()
         trainer.fit(module, [torch.ones(2, 32)] * 2)
         return module.state_dict()

@@ -73,7 +73,9 @@ class Net(L.LightningModule):
     def training_step(self, batch, batch_idx):
         x, y = batch
         loss = nn.functional.mse_loss(self(x), y)
-        self.log("train_loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=x.size(0))
+        self.log(
+            "train_loss", loss, prog_bar=True, on_step=True, on_epoch=True, batch_size=x.size(0)
+        )
         self.log_dict({"a": batch_idx, "b": torch.tensor(2.0)}, on_step=False, on_epoch=True)
         return {"loss": loss, "log": {"n": batch_idx}}
 
@@ -101,7 +103,12 @@ class Net(L.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 - s / (2 * steps))
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step", "frequency": 1, "name": "rate"},
+            "lr_scheduler": {
+                "scheduler": scheduler,
+                "interval": "step",
+                "frequency": 1,
+                "name": "rate",
+            },
         }
 
     def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
@@ -109,7 +116,9 @@ class Net(L.LightningModule):
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
         self.clip_gradients(
-            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+            optimizer,
+            gradient_clip_val=gradient_clip_val,
+            gradient_clip_algorithm=gradient_clip_algorithm,
         )
 
     def lr_scheduler_step(self, scheduler, metric):
@@ -127,7 +136,10 @@ class Net(L.LightningModule):
         self.notes["train"] = self.net.training
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["extra"] = {"epoch_seen": self.current_epoch, "keys": sorted(checkpoint["state_dict"])[:1]}
+        checkpoint["extra"] = {
+            "epoch_seen": self.current_epoch,
+            "keys": sorted(checkpoint["state_dict"])[:1],
+        }
 
     def on_load_checkpoint(self, checkpoint):
         self.notes["extra"] = checkpoint["extra"]
@@ -145,11 +157,25 @@ class Printer(Callback):
     def on_fit_start(self, trainer, pl_module):
         assert pl_module is trainer.lightning_module
         config = trainer.lr_scheduler_configs[0]
-        self.calls.append((type(trainer.optimizers[0]).__name__, config.interval, config.frequency, config.name))
-        self.calls.append((trainer.global_rank, trainer.world_size, trainer.is_global_zero, trainer.max_epochs))
-        self.calls.append((trainer.num_training_batches, trainer.current_epoch, trainer.global_step))
-        self.calls.append((type(trainer.datamodule).__name__, type(trainer.checkpoint_callback).__name__))
-        self.calls.append((trainer.logger is trainer.loggers[0], trainer.log_dir is not None, trainer.sanity_checking))
+        self.calls.append(
+            (type(trainer.optimizers[0]).__name__, config.interval, config.frequency, config.name)
+        )
+        self.calls.append(
+            (trainer.global_rank, trainer.world_size, trainer.is_global_zero, trainer.max_epochs)
+        )
+        self.calls.append(
+            (trainer.num_training_batches, trainer.current_epoch, trainer.global_step)
+        )
+        self.calls.append(
+            (type(trainer.datamodule).__name__, type(trainer.checkpoint_callback).__name__)
+        )
+        self.calls.append(
+            (
+                trainer.logger is trainer.loggers[0],
+                trainer.log_dir is not None,
+                trainer.sanity_checking,
+            )
+        )
 
     def on_sanity_check_start(self, trainer, pl_module):
         self.calls.append(("sanity", trainer.sanity_checking))
@@ -159,7 +185,9 @@ class Printer(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.is_last_batch:
-            self.calls.append(("last", batch_idx, trainer.global_step, sorted(outputs), outputs["log"]))
+            self.calls.append(
+                ("last", batch_idx, trainer.global_step, sorted(outputs), outputs["log"])
+            )
 
     def on_validation_epoch_end(self, trainer, pl_module):
         if not trainer.sanity_checking:
@@ -167,7 +195,9 @@ class Printer(Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         metrics = trainer.callback_metrics
-        self.calls.append(("epoch", sorted(metrics), metrics["val_loss"].item(), metrics["b"].item()))
+        self.calls.append(
+            ("epoch", sorted(metrics), metrics["val_loss"].item(), metrics["b"].item())
+        )
 
     def on_save_checkpoint(self, trainer, pl_module, checkpoint):
         checkpoint["mine"] = self.counted
@@ -238,7 +268,10 @@ class GAN(L.LightningModule):
         self.untoggle_optimizer(opt_g)
 
         self.toggle_optimizer(opt_d)
-        d_loss = (bce(self.d(x), torch.ones(len(x), 1)) + bce(self.d(self.g(z).detach()), torch.zeros(len(x), 1))) / 2
+        d_loss = (
+            bce(self.d(x), torch.ones(len(x), 1))
+            + bce(self.d(self.g(z).detach()), torch.zeros(len(x), 1))
+        ) / 2
         opt_d.zero_grad()
         self.manual_backward(d_loss)
         opt_d.step()
@@ -276,12 +309,21 @@ def fitted(tmp_path):
     L.seed_everything(11)
     model, data, logger, printer = Net(width=6, lr=0.02, note="hello"), Data(), Memory(), Printer()
     best = ModelCheckpoint(
-        dirpath=tmp_path / "ck", monitor="val_loss", mode="min", save_top_k=1, filename="{epoch}-{val_loss:.2f}"
+        dirpath=tmp_path / "ck",
+        monitor="val_loss",
+        mode="min",
+        save_top_k=1,
+        filename="{epoch}-{val_loss:.2f}",
     )
     trainer = L.Trainer(
         max_epochs=2,
         logger=logger,
-        callbacks=[printer, best, EarlyStopping("val_loss", patience=5), LearningRateMonitor("step")],
+        callbacks=[
+            printer,
+            best,
+            EarlyStopping("val_loss", patience=5),
+            LearningRateMonitor("step"),
+        ],
         log_every_n_steps=2,
         gradient_clip_val=0.5,
         gradient_clip_algorithm="norm",
@@ -291,7 +333,9 @@ def fitted(tmp_path):
         **QUIET,
     )
     trainer.fit(model, datamodule=data)
-    return SimpleNamespace(trainer=trainer, model=model, data=data, logger=logger, printer=printer, best=best)
+    return SimpleNamespace(
+        trainer=trainer, model=model, data=data, logger=logger, printer=printer, best=best
+    )
 
 
 def test_hooks_can_read_the_attributes_of_the_trainer(fitted):
@@ -307,7 +351,16 @@ def test_hooks_can_read_the_attributes_of_the_trainer(fitted):
     assert sanity == ("sanity", True)
     assert last1 == ("last", 5, 6, ["log", "loss"], {"n": 5})
     assert last2 == ("last", 5, 12, ["log", "loss"], {"n": 5})
-    names = {"a", "b", "from_callback", "train_loss", "train_loss_epoch", "train_loss_step", "val_loss", "val_max"}
+    names = {
+        "a",
+        "b",
+        "from_callback",
+        "train_loss",
+        "train_loss_epoch",
+        "train_loss_step",
+        "val_loss",
+        "val_max",
+    }
     for (word, known, val_loss, b), expected in ((epoch1, 2.25733), (epoch2, 1.92889)):
         assert word == "epoch"
         assert names <= set(known)
@@ -320,7 +373,9 @@ def test_weights_and_best_checkpoint_are_lightnings(fitted, tmp_path):
     sums = [parameter.sum().item() for parameter in fitted.model.parameters()]
     assert sums == pytest.approx([0.787612, -0.186377, 0.058597, 0.371418], abs=1e-4)
     assert (fitted.trainer.current_epoch, fitted.trainer.global_step) == (2, 12)
-    assert fitted.best.best_model_path == str(tmp_path / "ck" / "epoch=1-val_loss=1.93")  # ours: a directory, no .ckpt
+    assert fitted.best.best_model_path == str(
+        tmp_path / "ck" / "epoch=1-val_loss=1.93"
+    )  # ours: a directory, no .ckpt
     assert fitted.best.best_model_score.item() == pytest.approx(1.92889, rel=1e-4)
 
 
@@ -332,7 +387,14 @@ def test_the_logger_is_given_lightnings_values(fitted):
                 logged.setdefault(name, {})[step] = value
     # Ours: a value stands at the number of completed steps, where Lightning counts from 0.
     expected = {
-        "train_loss_step": {2: 5.78322, 4: 0.97110, 6: 0.63221, 8: 4.75954, 10: 0.65740, 12: 0.51846},
+        "train_loss_step": {
+            2: 5.78322,
+            4: 0.97110,
+            6: 0.63221,
+            8: 4.75954,
+            10: 0.65740,
+            12: 0.51846,
+        },
         "train_loss_epoch": {6: 2.60957, 12: 2.09121},
         "val_loss": {6: 2.25733, 12: 1.92889},
         "val_max": {6: 5.71083, 12: 4.77563},
@@ -343,7 +405,13 @@ def test_the_logger_is_given_lightnings_values(fitted):
     assert logged.keys() == expected.keys()
     for name, values in expected.items():
         assert logged[name] == pytest.approx(values, rel=1e-4), name
-    assert fitted.logger.hparams == {"batch_size": 4, "lr": 0.02, "note": "hello", "size": 24, "width": 6}
+    assert fitted.logger.hparams == {
+        "batch_size": 4,
+        "lr": 0.02,
+        "note": "hello",
+        "size": 24,
+        "width": 6,
+    }
     assert fitted.logger.status == "success"
 
 
@@ -351,36 +419,57 @@ def test_evaluation_returns_lightnings_values(fitted):
     trainer, model, data = fitted.trainer, fitted.model, fitted.data
     fitted.printer.calls.clear()
     (validated,) = trainer.validate(model, datamodule=data, verbose=False)
-    assert validated == pytest.approx({"from_callback": 2.0, "val_loss": 1.92889, "val_max": 4.77563}, rel=1e-4)
+    assert validated == pytest.approx(
+        {"from_callback": 2.0, "val_loss": 1.92889, "val_max": 4.77563}, rel=1e-4
+    )
     first, second = trainer.test(model, datamodule=data, ckpt_path="best", verbose=False)
     assert first == pytest.approx({"test_loss/dataloader_idx_0": 1.92889}, rel=1e-4)
     assert second == pytest.approx({"test_loss/dataloader_idx_1": 1.92889}, rel=1e-4)
     assert [tuple(p.shape) for p in trainer.predict(model, datamodule=data)] == [(8, 1)] * 3
     stages = ("validate", "test", "predict")
-    assert fitted.printer.calls == [(word, stage) for stage in stages for word in ("setup", "teardown")]
+    assert fitted.printer.calls == [
+        (word, stage) for stage in stages for word in ("setup", "teardown")
+    ]
 
 
 def test_a_checkpoint_has_lightnings_keys_and_the_users(fitted):
     state = read_checkpoint(fitted.best.best_model_path)
-    assert state["extra"] == {"epoch_seen": 2, "keys": ["net.0.bias"]}  # ours: taken when the epoch is over
+    assert state["extra"] == {
+        "epoch_seen": 2,
+        "keys": ["net.0.bias"],
+    }  # ours: taken when the epoch is over
     assert state["mine"] == 12
     assert state["hyper_parameters"] == {"width": 6, "lr": 0.02, "note": "hello"}
     assert (state["epoch"], state["global_step"]) == (2, 12)
     assert {"optimizer_states", "lr_schedulers", "callbacks"} <= state.keys()
     again = Net.load_from_checkpoint(fitted.best.best_model_path)
     assert dict(again.hparams) == {"width": 6, "lr": 0.02, "note": "hello"}
-    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), fitted.model.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(again.parameters(), fitted.model.parameters(), strict=True)
+    )
     assert Net.load_from_checkpoint(fitted.best.best_model_path, lr=0.5).hparams.lr == 0.5
 
 
 def test_a_run_continues_from_a_checkpoint(fitted, tmp_path):
     model, data, printer = Net(width=6, lr=0.02, note="hello"), Data(), Printer()
-    options = {"logger": Memory(), "default_root_dir": tmp_path, "gradient_clip_val": 0.5, **CPU, **QUIET}
+    options = {
+        "logger": Memory(),
+        "default_root_dir": tmp_path,
+        "gradient_clip_val": 0.5,
+        **CPU,
+        **QUIET,
+    }
     trainer = L.Trainer(max_epochs=3, callbacks=[printer], **options)
     trainer.fit(model, datamodule=data, ckpt_path=fitted.best.best_model_path)
     assert model.notes["extra"]["keys"] == ["net.0.bias"]
     assert printer.restored == {"mine": 12, "counted": 12}
-    assert (data.loaded, printer.counted, trainer.current_epoch, trainer.global_step) == (5, 6, 3, 18)
+    assert (data.loaded, printer.counted, trainer.current_epoch, trainer.global_step) == (
+        5,
+        6,
+        3,
+        18,
+    )
 
 
 def test_a_gan_in_manual_optimization_ends_with_lightnings_weights(tmp_path):
@@ -390,7 +479,9 @@ def test_a_gan_in_manual_optimization_ends_with_lightnings_weights(tmp_path):
     trainer.fit(gan, Data())
     sums = [parameter.sum().item() for parameter in gan.parameters()]
     assert sums == pytest.approx([1.2229, 0.37523, 0.553986, 0.075667], abs=1e-4)
-    assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == pytest.approx([0.005, 0.0162])
+    assert [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers] == pytest.approx(
+        [0.005, 0.0162]
+    )
     assert sorted(trainer.callback_metrics) == ["d_loss", "g_loss"]
     assert trainer.global_step == 12  # ours: turns, where Lightning counts 24 calls of step
 
@@ -399,34 +490,171 @@ def test_a_gan_in_manual_optimization_ends_with_lightnings_weights(tmp_path):
 
 BATCH = ("train", "validation", "test", "predict")
 CALLBACK_HOOKS = [
-    *("setup", "teardown", "on_fit_start", "on_fit_end", "on_sanity_check_start", "on_sanity_check_end"),
-    *(f"on_{kind}_{moment}" for kind in BATCH for moment in ("start", "end", "epoch_start", "epoch_end")),
+    *(
+        "setup",
+        "teardown",
+        "on_fit_start",
+        "on_fit_end",
+        "on_sanity_check_start",
+        "on_sanity_check_end",
+    ),
+    *(
+        f"on_{kind}_{moment}"
+        for kind in BATCH
+        for moment in ("start", "end", "epoch_start", "epoch_end")
+    ),
     *(f"on_{kind}_{moment}" for kind in BATCH for moment in ("batch_start", "batch_end")),
-    *("on_exception", "state_dict", "load_state_dict", "state_key", "on_save_checkpoint", "on_load_checkpoint"),
+    *(
+        "on_exception",
+        "state_dict",
+        "load_state_dict",
+        "state_key",
+        "on_save_checkpoint",
+        "on_load_checkpoint",
+    ),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
 ]
 MODULE_NAMES = [
-    *(name for name in CALLBACK_HOOKS if "sanity" not in name and name not in ("state_key", "on_exception")),
+    *(
+        name
+        for name in CALLBACK_HOOKS
+        if "sanity" not in name and name not in ("state_key", "on_exception")
+    ),
     *("on_validation_model_zero_grad", "on_validation_model_eval", "on_validation_model_train"),
-    *("on_test_model_eval", "on_test_model_train", "on_predict_model_eval", "configure_model", "prepare_data"),
-    *("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader", "transfer_batch_to_device"),
-    *("on_before_batch_transfer", "on_after_batch_transfer", "optimizers", "lr_schedulers", "example_input_array"),
-    *("current_epoch", "global_step", "global_rank", "local_rank", "automatic_optimization", "strict_loading"),
-    *("logger", "loggers", "print", "log", "log_dict", "all_gather", "forward", "training_step", "validation_step"),
-    *("test_step", "predict_step", "configure_callbacks", "configure_optimizers", "manual_backward", "backward"),
-    *("toggle_optimizer", "untoggle_optimizer", "toggled_optimizer", "clip_gradients", "configure_gradient_clipping"),
-    *("lr_scheduler_step", "optimizer_step", "optimizer_zero_grad", "freeze", "unfreeze", "to_onnx"),
+    *(
+        "on_test_model_eval",
+        "on_test_model_train",
+        "on_predict_model_eval",
+        "configure_model",
+        "prepare_data",
+    ),
+    *(
+        "train_dataloader",
+        "val_dataloader",
+        "test_dataloader",
+        "predict_dataloader",
+        "transfer_batch_to_device",
+    ),
+    *(
+        "on_before_batch_transfer",
+        "on_after_batch_transfer",
+        "optimizers",
+        "lr_schedulers",
+        "example_input_array",
+    ),
+    *(
+        "current_epoch",
+        "global_step",
+        "global_rank",
+        "local_rank",
+        "automatic_optimization",
+        "strict_loading",
+    ),
+    *(
+        "logger",
+        "loggers",
+        "print",
+        "log",
+        "log_dict",
+        "all_gather",
+        "forward",
+        "training_step",
+        "validation_step",
+    ),
+    *(
+        "test_step",
+        "predict_step",
+        "configure_callbacks",
+        "configure_optimizers",
+        "manual_backward",
+        "backward",
+    ),
+    *(
+        "toggle_optimizer",
+        "untoggle_optimizer",
+        "toggled_optimizer",
+        "clip_gradients",
+        "configure_gradient_clipping",
+    ),
+    *(
+        "lr_scheduler_step",
+        "optimizer_step",
+        "optimizer_zero_grad",
+        "freeze",
+        "unfreeze",
+        "to_onnx",
+    ),
     *("load_from_checkpoint", "save_hyperparameters", "hparams", "device", "dtype"),
 ]
 TRAINER_NAMES = [
-    *("fit", "validate", "test", "predict", "print", "strategy", "precision_plugin", "precision", "save_checkpoint"),
-    *("global_rank", "local_rank", "node_rank", "world_size", "num_devices", "lightning_module", "model"),
-    *("optimizers", "lr_scheduler_configs", "log_dir", "is_global_zero", "default_root_dir", "is_last_batch"),
-    *("early_stopping_callback", "checkpoint_callback", "checkpoint_callbacks", "progress_bar_callback", "callbacks"),
-    *("training", "testing", "predicting", "validating", "evaluating", "sanity_checking", "should_stop"),
-    *("global_step", "current_epoch", "max_epochs", "min_epochs", "max_steps", "min_steps", "datamodule"),
-    *("train_dataloader", "val_dataloaders", "test_dataloaders", "predict_dataloaders", "num_training_batches"),
-    *("num_sanity_val_batches", "num_val_batches", "num_test_batches", "num_predict_batches", "logger", "loggers"),
+    *(
+        "fit",
+        "validate",
+        "test",
+        "predict",
+        "print",
+        "strategy",
+        "precision_plugin",
+        "precision",
+        "save_checkpoint",
+    ),
+    *(
+        "global_rank",
+        "local_rank",
+        "node_rank",
+        "world_size",
+        "num_devices",
+        "lightning_module",
+        "model",
+    ),
+    *(
+        "optimizers",
+        "lr_scheduler_configs",
+        "log_dir",
+        "is_global_zero",
+        "default_root_dir",
+        "is_last_batch",
+    ),
+    *(
+        "early_stopping_callback",
+        "checkpoint_callback",
+        "checkpoint_callbacks",
+        "progress_bar_callback",
+        "callbacks",
+    ),
+    *(
+        "training",
+        "testing",
+        "predicting",
+        "validating",
+        "evaluating",
+        "sanity_checking",
+        "should_stop",
+    ),
+    *(
+        "global_step",
+        "current_epoch",
+        "max_epochs",
+        "min_epochs",
+        "max_steps",
+        "min_steps",
+        "datamodule",
+    ),
+    *(
+        "train_dataloader",
+        "val_dataloaders",
+        "test_dataloaders",
+        "predict_dataloaders",
+        "num_training_batches",
+    ),
+    *(
+        "num_sanity_val_batches",
+        "num_val_batches",
+        "num_test_batches",
+        "num_predict_batches",
+        "logger",
+        "loggers",
+    ),
     *("callback_metrics", "logged_metrics", "progress_bar_metrics", "estimated_stepping_batches"),
     *("log_every_n_steps", "accumulate_grad_batches", "fast_dev_run"),
 ]
@@ -434,10 +662,17 @@ TRAINER_NAMES = [
 
 def test_every_name_of_lightning_is_there():
     trainer = L.Trainer(logger=False, **CPU, **QUIET)
-    data = [*(name for name in vars(Data) if not name.startswith("_")), "on_exception", "from_datasets", "hparams"]
+    data = [
+        *(name for name in vars(Data) if not name.startswith("_")),
+        "on_exception",
+        "from_datasets",
+        "hparams",
+    ]
     checks = [(L.Callback(), CALLBACK_HOOKS), (Net(), MODULE_NAMES), (trainer, TRAINER_NAMES)]
     for owner, names in [*checks, (Data(), data)]:
-        missing = [name for name in names if not hasattr(type(owner), name) and not hasattr(owner, name)]
+        missing = [
+            name for name in names if not hasattr(type(owner), name) and not hasattr(owner, name)
+        ]
         assert missing == [], type(owner).__name__
 
 
@@ -473,7 +708,9 @@ def test_steps_and_hooks_may_leave_out_or_add_parameters():
             return [torch.optim.SGD(self.parameters(), lr=0.1)]
 
     data = [torch.ones(1, 2)]
-    trainer = L.Trainer(max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0, **QUIET)
+    trainer = L.Trainer(
+        max_epochs=1, logger=False, enable_checkpointing=False, num_sanity_val_steps=0, **QUIET
+    )
     trainer.fit(Short(), data, data)
     trainer.test(dataloaders=data, verbose=False)
     assert heard == ["start", "end", ("validation_step", 0, 0), "test_step"]
@@ -500,12 +737,23 @@ def test_validating_is_true_inside_fit_but_not_in_the_sanity_check():
 
     class Looks(Net):
         def on_validation_start(self):
-            seen.append((self.trainer.sanity_checking, self.trainer.validating, self.trainer.training))
+            seen.append(
+                (self.trainer.sanity_checking, self.trainer.validating, self.trainer.training)
+            )
 
         def on_train_start(self):
-            seen.append((self.trainer.sanity_checking, self.trainer.validating, self.trainer.training))
+            seen.append(
+                (self.trainer.sanity_checking, self.trainer.validating, self.trainer.training)
+            )
 
-    trainer = L.Trainer(max_epochs=1, limit_val_batches=1, logger=False, enable_checkpointing=False, **QUIET)
+    trainer = L.Trainer(
+        max_epochs=1, limit_val_batches=1, logger=False, enable_checkpointing=False, **QUIET
+    )
     trainer.fit(Looks(), datamodule=Data())
     trainer.validate(datamodule=Data(), verbose=False)
-    assert seen == [(True, False, False), (False, False, True), (False, True, False), (False, True, False)]
+    assert seen == [
+        (True, False, False),
+        (False, False, True),
+        (False, True, False),
+        (False, True, False),
+    ]

@@ -32,10 +32,16 @@ class Counts(TinyModule):
 @pytest.mark.slow
 def test_weights_extra_state_and_the_values_of_the_last_verb_come_back() -> None:
     module, loader = Counts(), DataLoader(torch.randn(16, 32), batch_size=4)
-    trainer = Trainer(max_epochs=1, barebones=True, devices=2, accelerator="cpu", strategy="ddp_notebook")
+    trainer = Trainer(
+        max_epochs=1, barebones=True, devices=2, accelerator="cpu", strategy="ddp_notebook"
+    )
     before = module.state_dict()["layer.weight"].clone()
     trainer.fit(module, loader)
-    assert (module.count, trainer.global_step, sorted(trainer.callback_metrics)) == (2, 2, ["train_loss"])
+    assert (module.count, trainer.global_step, sorted(trainer.callback_metrics)) == (
+        2,
+        2,
+        ["train_loss"],
+    )
     assert not torch.equal(module.state_dict()["layer.weight"], before)
     trainer.test(module, loader, verbose=False)
     assert sorted(trainer.callback_metrics) == ["tested"]

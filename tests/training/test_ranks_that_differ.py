@@ -31,7 +31,9 @@ def rank():
 
 
 def loader(samples):
-    return DataLoader(torch.randn(samples, 32, generator=torch.Generator().manual_seed(1)), batch_size=2)
+    return DataLoader(
+        torch.randn(samples, 32, generator=torch.Generator().manual_seed(1)), batch_size=2
+    )
 
 
 class HearsEpochs(Callback):
@@ -93,15 +95,22 @@ def test_a_checkpoint_that_one_rank_asks_for_at_the_end_is_taken(tmp_path, hook,
             trainer.request_checkpoint("the end")
 
     callback = type("Asks", (Callback,), {hook: ask})()
-    trainer = Trainer(**OPTIONS, default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=False)
+    trainer = Trainer(
+        **OPTIONS, default_root_dir=tmp_path, callbacks=[callback], enable_checkpointing=False
+    )
     trainer.fit(TinyModule(), loader(8))
     assert (Path(tmp_path) / "checkpoints" / "step-00000002").is_dir()
 
 
 @pytest.mark.world_size(2)
 def test_a_checkpoint_callback_on_one_rank_is_an_error():
-    trainer = Trainer(**OPTIONS, enable_checkpointing=False, callbacks=[ModelCheckpoint()] if rank() == 0 else [])
-    with pytest.raises(RankError, match=r"(?s)different checkpoint callbacks.*rank 0: ModelCheckpoint; rank 1: none"):
+    trainer = Trainer(
+        **OPTIONS, enable_checkpointing=False, callbacks=[ModelCheckpoint()] if rank() == 0 else []
+    )
+    with pytest.raises(
+        RankError,
+        match=r"(?s)different checkpoint callbacks.*rank 0: ModelCheckpoint; rank 1: none",
+    ):
         trainer.fit(TinyModule(), loader(8))
 
 
@@ -116,7 +125,9 @@ class KillsItself:
 @pytest.mark.world_size(2)
 def test_ranks_stop_together_when_a_signal_arrives_after_the_agreement(tmp_path):
     trainer = Trainer(
-        **{**OPTIONS, "max_epochs": 100, "logger": KillsItself()}, log_every_n_steps=25, default_root_dir=tmp_path
+        **{**OPTIONS, "max_epochs": 100, "logger": KillsItself()},
+        log_every_n_steps=25,
+        default_root_dir=tmp_path,
     )
     with pytest.raises(SystemExit, match="143"):
         trainer.fit(TinyModule(), loader(400))
@@ -138,7 +149,9 @@ def test_a_metric_object_is_reduced_on_a_rank_without_a_batch():
             self.mean(batch)
             self.log("mean", self.mean)
 
-    trainer = Trainer(**{**OPTIONS, "max_epochs": 2}, enable_checkpointing=False)  # with a sanity check
+    trainer = Trainer(
+        **{**OPTIONS, "max_epochs": 2}, enable_checkpointing=False
+    )  # with a sanity check
     trainer.fit(Module(), loader(8), loader(1))
     assert trainer.callback_metrics["mean"].item() == pytest.approx(loader(1).dataset.mean().item())
 
@@ -168,8 +181,12 @@ def test_epoch_values_of_a_resumed_rank_that_has_no_batch_left(tmp_path):
     whole.fit(Module(), loader(9))
     resumed.fit(Module(), loader(9), ckpt_path=Path(tmp_path) / "step-00000002")
     for name in ("mean", "sum"):
-        assert resumed.callback_metrics[name].item() == pytest.approx(whole.callback_metrics[name].item())
-    assert resumed.callback_metrics["sum"].item() == pytest.approx(loader(9).dataset.sum().item(), abs=1e-4)
+        assert resumed.callback_metrics[name].item() == pytest.approx(
+            whole.callback_metrics[name].item()
+        )
+    assert resumed.callback_metrics["sum"].item() == pytest.approx(
+        loader(9).dataset.sum().item(), abs=1e-4
+    )
 
 
 class Leaves(TinyModule):
@@ -199,12 +216,19 @@ class Watches(TinyModule):
 
 @pytest.mark.world_size(2)
 def test_hooks_that_leave_an_epoch_on_some_ranks():
-    for ranks, samples, steps in (((0, 1), 8, 1), ((0,), 5, 1), ((), 8, 2)):  # of 5, rank 1 has no second batch
+    for ranks, samples, steps in (
+        ((0, 1), 8, 1),
+        ((0,), 5, 1),
+        ((), 8, 2),
+    ):  # of 5, rank 1 has no second batch
         trainer = Trainer(**QUIET)
         trainer.fit(Leaves(ranks), loader(samples))
         assert (ranks, trainer.global_step) == (ranks, steps)
     for ranks in ((0,), (1,)):
-        with pytest.raises(RankError, match=f"(?s)returned -1 on some ranks only.*on rank {ranks[0]}, and not on rank"):
+        with pytest.raises(
+            RankError,
+            match=f"(?s)returned -1 on some ranks only.*on rank {ranks[0]}, and not on rank",
+        ):
             Trainer(**QUIET).fit(Leaves(ranks), loader(8))
     trainer, module = Trainer(**QUIET), Watches()
     trainer.fit(module, loader(24))

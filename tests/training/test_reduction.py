@@ -37,7 +37,11 @@ def test_a_step_is_the_last_value_alone():
 
 
 def test_values_of_all_kinds_keep_the_order_of_the_entries():
-    entries = [entry("a", [1.0]), entry("b", [2.0], kind=torch.median), entry("c", [3.0], kind="max")]
+    entries = [
+        entry("a", [1.0]),
+        entry("b", [2.0], kind=torch.median),
+        entry("c", [3.0], kind="max"),
+    ]
     assert reduced(entries, step=False, group=None) == [1.0, 2.0, 3.0]
 
 
@@ -47,7 +51,10 @@ def test_nothing_recorded_is_not_a_number():
 
 def test_folding_early_changes_nothing():
     for kind in ("mean", "sum", "min", "max"):
-        whole, parts = entry("a", [3.0, 1.0, 7.0], [1.0, 2.0, 3.0], kind), entry("a", [3.0], [1.0], kind)
+        whole, parts = (
+            entry("a", [3.0, 1.0, 7.0], [1.0, 2.0, 3.0], kind),
+            entry("a", [3.0], [1.0], kind),
+        )
         parts.fold()
         parts.values, parts.weights = [1.0, 7.0], [2.0, 3.0]
         assert reduced([whole], False, None) == reduced([parts], False, None)
@@ -89,7 +96,9 @@ class Net(TrainModule):
 
 
 def fit(module, val=None, count=7, **options):
-    trainer = Trainer(accelerator="cpu", strategy="ddp", devices=2, barebones=True, **{"max_epochs": 1, **options})
+    trainer = Trainer(
+        accelerator="cpu", strategy="ddp", devices=2, barebones=True, **{"max_epochs": 1, **options}
+    )
     loader = torch.utils.data.DataLoader(torch.arange(float(count)), batch_size=2)
     trainer.fit(module, loader, val)
     return trainer
@@ -124,7 +133,9 @@ def test_other_reductions_over_ranks():
 
 @pytest.mark.world_size(2)
 def test_each_rank_keeps_its_own_value_without_sync_dist():
-    trainer = fit(Net(lambda m, b: m.log("a", float(rank()), on_step=False, on_epoch=True, sync_dist=False)))
+    trainer = fit(
+        Net(lambda m, b: m.log("a", float(rank()), on_step=False, on_epoch=True, sync_dist=False))
+    )
     assert values(trainer, "a") == [rank()]
 
 
@@ -162,7 +173,9 @@ def test_validation_is_weighted_over_ranks():
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(("count", "validated"), [(8, 4), (7, 3)], ids=["even", "uneven last batches"])
+@pytest.mark.parametrize(
+    ("count", "validated"), [(8, 4), (7, 3)], ids=["even", "uneven last batches"]
+)
 def test_values_logged_at_the_end_of_an_epoch_are_reduced_over_ranks(count, validated):
     class Ends(Net):
         def on_train_epoch_end(self):

@@ -64,7 +64,12 @@ def test_a_stop_in_a_step_is_granted_at_its_end():
     def at_second(trainer):
         return trainer.global_step == 1
 
-    for hook in ("on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step"):
+    for hook in (
+        "on_train_batch_start",
+        "on_before_backward",
+        "on_after_backward",
+        "on_before_optimizer_step",
+    ):
         if hook in ("on_before_backward", "on_before_optimizer_step"):
             member = {hook: lambda self, trainer, module, thing: self._act(trainer)}
             callback = type("Acting", (Acts,), member)(stop, at_second)
@@ -82,7 +87,8 @@ def test_a_stop_after_the_optimizer_step_is_granted_at_that_step(hook):
 
 def test_a_stop_inside_a_window_waits_for_its_end():
     trainer = fit(
-        acting("on_train_batch_end", stop, lambda trainer: trainer.progress.batch == 1), accumulate_grad_batches=3
+        acting("on_train_batch_end", stop, lambda trainer: trainer.progress.batch == 1),
+        accumulate_grad_batches=3,
     )
     assert (trainer.global_step, trainer.progress.batch) == (1, 3)
 
@@ -94,7 +100,9 @@ def test_a_stop_at_the_start_of_an_epoch_lets_one_step_through():
 
 @pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
 def test_a_stop_at_the_end_of_an_epoch_counts_that_epoch(hook):
-    trainer = fit(acting(hook, stop, lambda trainer: trainer.current_epoch == 1), val=[torch.ones(1, 2)])
+    trainer = fit(
+        acting(hook, stop, lambda trainer: trainer.current_epoch == 1), val=[torch.ones(1, 2)]
+    )
     assert (trainer.global_step, trainer.current_epoch) == (8, 2)
 
 
@@ -121,14 +129,19 @@ def test_should_stop_asks_and_can_be_taken_back():
     def take_back(trainer):
         trainer.should_stop = False
 
-    ask_again = acting("on_train_batch_end", lambda trainer: setattr(trainer, "should_stop", True), once)
+    ask_again = acting(
+        "on_train_batch_end", lambda trainer: setattr(trainer, "should_stop", True), once
+    )
     assert fit(ask_again, acting("on_train_step_end", take_back)).global_step == 12
 
 
 def test_the_first_reason_stays():
     seen = []
     first = acting("on_train_batch_end", lambda trainer: trainer.stop("first"))
-    second = acting("on_train_step_end", lambda trainer: (trainer.stop("second"), seen.append(trainer.requests.stop)))
+    second = acting(
+        "on_train_step_end",
+        lambda trainer: (trainer.stop("second"), seen.append(trainer.requests.stop)),
+    )
     fit(first, second)
     assert seen == ["first"]
 
@@ -141,7 +154,9 @@ def test_the_first_reason_stays():
         ({"min_epochs": 1, "min_steps": 7}, 7, "min_epochs=1 and min_steps=7"),
     ],
 )
-def test_a_stop_before_the_minimum_is_printed_once_and_granted_when_it_is_reached(minimum, steps, said, capsys):
+def test_a_stop_before_the_minimum_is_printed_once_and_granted_when_it_is_reached(
+    minimum, steps, said, capsys
+):
     once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1)
     trainer = fit(once, **minimum)
     assert trainer.global_step == steps
@@ -155,7 +170,11 @@ def test_a_stop_before_the_minimum_is_printed_once_and_granted_when_it_is_reache
 def test_a_stop_that_waits_can_be_withdrawn():
     once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1)
     for reason, steps in (("enough", 12), ("another", 6)):
-        back = acting("on_train_batch_end", lambda t, r=reason: t.withdraw_stop(r), lambda t: t.global_step == 3)
+        back = acting(
+            "on_train_batch_end",
+            lambda t, r=reason: t.withdraw_stop(r),
+            lambda t: t.global_step == 3,
+        )
         assert fit(once, back, min_steps=6).global_step == steps
 
 
@@ -169,7 +188,9 @@ def test_a_limit_below_the_minimum_ends_the_run_before_a_waiting_request(capsys)
 def test_a_resumed_run_grants_the_stop_that_waited_when_it_was_saved(tmp_path):
     once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1)
     save = acting(
-        "on_train_step_end", lambda trainer: trainer.save_checkpoint(tmp_path / "saved"), lambda t: t.global_step == 3
+        "on_train_step_end",
+        lambda trainer: trainer.save_checkpoint(tmp_path / "saved"),
+        lambda t: t.global_step == 3,
     )
     fit(once, save, min_steps=6)
     trainer = Trainer(**{**QUIET, "max_epochs": 3, "min_steps": 6})
@@ -179,7 +200,9 @@ def test_a_resumed_run_grants_the_stop_that_waited_when_it_was_saved(tmp_path):
 
 @pytest.mark.world_size(2)
 def test_a_stop_that_one_rank_asks_for_waits_for_the_minimum_on_all():
-    once = acting("on_train_batch_end", stop, lambda trainer: trainer.global_step == 1 and get_rank() == 1)
+    once = acting(
+        "on_train_batch_end", stop, lambda trainer: trainer.global_step == 1 and get_rank() == 1
+    )
     with redirect_stdout(StringIO()) as printed:
         trainer = fit(once, min_epochs=2, accelerator="cpu", strategy="ddp", devices=2)
     assert trainer.progress.epoch == 2
@@ -203,7 +226,9 @@ def test_a_stop_that_is_asked_for_again_is_granted_once_both_minima_are_reached(
     assert fit(acting("on_train_batch_end", stop), **minimum).global_step == steps
 
 
-@pytest.mark.parametrize(("minimum", "steps"), [({"min_epochs": 2}, 8), ({"min_steps": 5}, 5), ({"min_steps": 4}, 4)])
+@pytest.mark.parametrize(
+    ("minimum", "steps"), [({"min_epochs": 2}, 8), ({"min_steps": 5}, 5), ({"min_steps": 4}, 4)]
+)
 def test_a_stop_at_each_epoch_is_granted_when_the_minimum_is_reached(minimum, steps):
     assert fit(acting("on_train_epoch_end", stop), **minimum).global_step == steps
 
@@ -232,10 +257,14 @@ def ask_validation(trainer):
     trainer.request_validation("let us see")
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end", "on_train_step_end"])
+@pytest.mark.parametrize(
+    "hook", ["on_train_batch_start", "on_train_batch_end", "on_train_step_end"]
+)
 def test_validation_runs_at_the_end_of_the_step_that_asked(hook):
     step = 1 if hook == "on_train_batch_start" else 2
-    assert validations(acting(hook, ask_validation, lambda trainer: trainer.global_step == step)) == [2, 4]
+    assert validations(
+        acting(hook, ask_validation, lambda trainer: trainer.global_step == step)
+    ) == [2, 4]
 
 
 def test_a_requested_validation_that_is_due_anyway_runs_once():
@@ -245,7 +274,9 @@ def test_a_requested_validation_that_is_due_anyway_runs_once():
 
 
 def test_validation_asked_for_at_the_end_of_an_epoch_without_one_runs_there():
-    assert validations(acting("on_train_epoch_end", ask_validation), check_val_every_n_epoch=2) == [4]
+    assert validations(acting("on_train_epoch_end", ask_validation), check_val_every_n_epoch=2) == [
+        4
+    ]
 
 
 def test_validation_asked_for_without_validation_data_is_nothing():
@@ -331,7 +362,9 @@ def test_a_function_is_called_as_the_hook_would_be():
 
     @trainer.on("train_batch_end")
     def batch(trainer, module, outputs, batch, batch_idx):
-        heard.append((type(module).__name__, batch_idx, tuple(batch.shape), outputs["loss"].requires_grad))
+        heard.append(
+            (type(module).__name__, batch_idx, tuple(batch.shape), outputs["loss"].requires_grad)
+        )
 
     @trainer.on("on_train_epoch_end")
     def epoch(trainer, module):
@@ -383,7 +416,9 @@ def test_a_function_at_an_unknown_event_or_interval_is_refused():
     with pytest.raises(HookError, match="cannot take"):
         trainer.on("train_batch_end")(lambda trainer: None)
     with pytest.raises(DurationError):
-        trainer.on("train_batch_end", every="3 parsecs")(lambda trainer, module, outputs, batch, batch_idx: None)
+        trainer.on("train_batch_end", every="3 parsecs")(
+            lambda trainer, module, outputs, batch, batch_idx: None
+        )
 
 
 def test_functions_cannot_be_registered_while_an_entry_point_runs():

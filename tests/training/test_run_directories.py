@@ -75,10 +75,14 @@ def test_two_runs_have_two_directories(tmp_path: Path, make: Any, place: str) ->
         directory = (root / place / f"version_{number}").resolve()
         assert Path(str(trainer.log_dir)) == directory
         assert Path(trainer.checkpoint_callback.best_model_path).parent == directory / "checkpoints"
-        assert [record["value"] for record in read_journal(directory / "journal.jsonl") if "value" in record] == [
-            float(number)
-        ] * 2
-        assert {"report.html", "events.jsonl", "run.json"} <= {file.name for file in directory.iterdir()}
+        assert [
+            record["value"]
+            for record in read_journal(directory / "journal.jsonl")
+            if "value" in record
+        ] == [float(number)] * 2
+        assert {"report.html", "events.jsonl", "run.json"} <= {
+            file.name for file in directory.iterdir()
+        }
     assert not (root / "journal.jsonl").exists()
 
 

@@ -22,7 +22,12 @@ from trainer_kit.state.records import read_records
 from trainer_kit.testing import TinyModule
 
 BATCHES = [torch.full((2, 32), value) for value in (0.1, 0.2, 0.3, 0.4)]
-QUIET = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "num_sanity_val_steps": 0}
+QUIET = {
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "accelerator": "cpu",
+    "num_sanity_val_steps": 0,
+}
 
 
 class Breaks(tk.Callback):
@@ -146,7 +151,9 @@ def test_a_run_of_the_library_is_found_by_a_later_word(script):
     assert fit().log_dir == os.path.abspath(first.log_dir)
 
 
-@pytest.mark.parametrize("other", [{"default_root_dir": "elsewhere"}, {"logger": "jsonl"}, {"logger": False}])
+@pytest.mark.parametrize(
+    "other", [{"default_root_dir": "elsewhere"}, {"logger": "jsonl"}, {"logger": False}]
+)
 def test_another_root_or_logger_is_another_run(script, capsys, other, tmp_path):
     script()
     fit(broken=5, logger=CSVLogger(tmp_path / "logs", name="one"))
@@ -173,10 +180,15 @@ def test_a_finished_fit_of_an_unfinished_script_is_loaded(script, capsys):
     execution = script()
     loaded = fit()
     assert (loaded.global_step, loaded.log_dir) == (8, os.path.abspath(first.log_dir))
-    assert loaded.checkpoint_callback.best_model_path == os.path.abspath(first.checkpoint_callback.best_model_path)
+    assert loaded.checkpoint_callback.best_model_path == os.path.abspath(
+        first.checkpoint_callback.best_model_path
+    )
     where = Path(os.path.abspath(first.log_dir))
     # The last checkpoint is not of the last step: what lies between is trained again.
-    assert capsys.readouterr().out == f"resuming from step 6 (verified) of run {where}, which has finished\n"
+    assert (
+        capsys.readouterr().out
+        == f"resuming from step 6 (verified) of run {where}, which has finished\n"
+    )
     second = fit()
     assert (second.log_dir, second.global_step) == (str(where.with_name("version_1")), 8)
     execution.at_exit()
@@ -305,7 +317,10 @@ def test_fits_that_share_a_directory_do_not_take_each_others_checkpoints(script,
     assert fit(logger=False).global_step == 8
     assert "resuming from step 6 (verified)" in capsys.readouterr().out
     fit(logger=False)
-    assert f"run {tmp_path} has no checkpoint yet: starting it from the beginning" in capsys.readouterr().out
+    assert (
+        f"run {tmp_path} has no checkpoint yet: starting it from the beginning"
+        in capsys.readouterr().out
+    )
 
 
 def test_two_fits_of_one_trainer(script, capsys):
@@ -329,7 +344,10 @@ def test_two_fits_of_one_trainer(script, capsys):
 
 def test_weights_alone_are_not_resumed(script, capsys):
     def run(broken):
-        return fit(broken, callbacks=[ModelCheckpoint("weights", every_n_train_steps=1, save_weights_only=True)])
+        return fit(
+            broken,
+            callbacks=[ModelCheckpoint("weights", every_n_train_steps=1, save_weights_only=True)],
+        )
 
     script()
     run(broken=5)
@@ -342,7 +360,9 @@ def test_an_evaluation_before_the_fit_writes_to_the_run(script):
     script()
     first = fit(broken=5)
     script()
-    trainer = tk.Trainer(resume="auto", max_epochs=2, logger="csv", callbacks=[ModelCheckpoint()], **QUIET)
+    trainer = tk.Trainer(
+        resume="auto", max_epochs=2, logger="csv", callbacks=[ModelCheckpoint()], **QUIET
+    )
     trainer.test(TinyModule(), BATCHES, verbose=False)
     assert trainer.log_dir == os.path.abspath(first.log_dir)
     trainer.fit(TinyModule(), BATCHES)
@@ -361,7 +381,9 @@ def test_a_directory_that_moved_with_the_loggers_version(script):
         trainer.fit(TinyModule(), BATCHES)
     script()
     trainer = tk.Trainer(
-        logger=second, callbacks=[ModelCheckpoint(Path(second.log_dir, "mine"), every_n_train_steps=2)], **options
+        logger=second,
+        callbacks=[ModelCheckpoint(Path(second.log_dir, "mine"), every_n_train_steps=2)],
+        **options,
     )
     with pytest.warns(UserWarning, match="ModelCheckpoint now writes to"):
         trainer.fit(TinyModule(), BATCHES)
@@ -422,7 +444,11 @@ def _truncate(file):
 
 
 def _edit(file):
-    file.write_text(file.read_text().replace('"failed"', '"finished"').replace('"ended": false', '"ended": true'))
+    file.write_text(
+        file.read_text()
+        .replace('"failed"', '"finished"')
+        .replace('"ended": false', '"ended": true')
+    )
 
 
 def _newer(file):
@@ -443,8 +469,12 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("logger", ["csv", False])
-@pytest.mark.parametrize(("damage", "words"), DAMAGE.items(), ids=[damage.__name__ for damage in DAMAGE])
-def test_starting_next_to_checkpoints_of_a_lost_record_is_reported(script, tmp_path, capsys, logger, damage, words):
+@pytest.mark.parametrize(
+    ("damage", "words"), DAMAGE.items(), ids=[damage.__name__ for damage in DAMAGE]
+)
+def test_starting_next_to_checkpoints_of_a_lost_record_is_reported(
+    script, tmp_path, capsys, logger, damage, words
+):
     script()
     first = fit(broken=5, logger=logger)
     damage(first.run_dir / "run.json")
@@ -452,7 +482,9 @@ def test_starting_next_to_checkpoints_of_a_lost_record_is_reported(script, tmp_p
     script()
     with pytest.raises(ConfigurationError) as caught:
         fit(logger=logger)
-    assert sorted(map(str, tmp_path.rglob("*"))) == names, "nothing was written, and nothing taken away"
+    assert sorted(map(str, tmp_path.rglob("*"))) == names, (
+        "nothing was written, and nothing taken away"
+    )
     newest = first.run_dir / "checkpoints" / "step-00000003"
     assert words in str(caught.value)
     assert (
@@ -475,7 +507,9 @@ def test_a_lost_record_does_not_hide_an_intact_unfinished_run(script):
     del execution
     _truncate(second.run_dir / "run.json")
     script()
-    with pytest.raises(ConfigurationError, match=r"version_1/run\.json damaged JSON(.|\n)*of step 6"):
+    with pytest.raises(
+        ConfigurationError, match=r"version_1/run\.json damaged JSON(.|\n)*of step 6"
+    ):
         fit()
 
 
@@ -515,7 +549,9 @@ def test_a_restart_next_to_a_lost_record_does_not_start_from_the_beginning(scrip
 
 @pytest.mark.parametrize("old_record", [False, True])
 @pytest.mark.parametrize("logger", ["csv", False])
-def test_a_run_that_was_moved_with_its_script_is_continued(script, monkeypatch, tmp_path, capsys, logger, old_record):
+def test_a_run_that_was_moved_with_its_script_is_continued(
+    script, monkeypatch, tmp_path, capsys, logger, old_record
+):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "train.py").touch()
     script()
@@ -529,7 +565,9 @@ def test_a_run_that_was_moved_with_its_script_is_continued(script, monkeypatch, 
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
     capsys.readouterr()
     if old_record:
-        with pytest.raises(ConfigurationError, match=r"old/train\.py, which does not exist any more"):
+        with pytest.raises(
+            ConfigurationError, match=r"old/train\.py, which does not exist any more"
+        ):
             fit(default_root_dir=tmp_path / "new", **options)
         return
     again = fit(default_root_dir=tmp_path / "new", **options)
@@ -551,8 +589,13 @@ def test_a_run_below_a_symbolic_link_is_continued(script, monkeypatch, tmp_path,
     again = fit(default_root_dir=tmp_path / "link", epochs=3)
     assert "resuming from step 6 (verified)" in capsys.readouterr().out
     assert os.path.samefile(again.run_dir, first.run_dir)
-    assert sorted(os.listdir(first.run_dir / "checkpoints"))[-2:] == ["step-00000009", "step-00000012"]
-    assert "step-00000006" not in os.listdir(first.run_dir / "checkpoints"), "they are still its own to delete"
+    assert sorted(os.listdir(first.run_dir / "checkpoints"))[-2:] == [
+        "step-00000009",
+        "step-00000012",
+    ]
+    assert "step-00000006" not in os.listdir(first.run_dir / "checkpoints"), (
+        "they are still its own to delete"
+    )
 
 
 def test_a_moved_run_and_a_moved_script_are_refused(script, monkeypatch, tmp_path):
@@ -565,7 +608,9 @@ def test_a_moved_run_and_a_moved_script_are_refused(script, monkeypatch, tmp_pat
     (tmp_path / "old" / "train.py").unlink()
     script()
     monkeypatch.setattr(runs, "script", lambda: str(tmp_path / "new" / "train.py"))
-    with pytest.raises(ConfigurationError, match=r"whose script was .*old/train\.py, which does not exist any more"):
+    with pytest.raises(
+        ConfigurationError, match=r"whose script was .*old/train\.py, which does not exist any more"
+    ):
         fit(default_root_dir=tmp_path / "runs")
 
 
@@ -591,7 +636,10 @@ def test_a_record_does_not_lead_to_checkpoints_outside_of_its_root(script, tmp_p
     elsewhere.mkdir()
     script()
     first = fit(broken=5, default_root_dir=tmp_path / "root")
-    edited(first.run_dir / "run.json", {"checkpoints": [str(elsewhere), str(first.run_dir / "checkpoints")]})
+    edited(
+        first.run_dir / "run.json",
+        {"checkpoints": [str(elsewhere), str(first.run_dir / "checkpoints")]},
+    )
     script()
     locks = []
     lock = runs.DirectoryLock
@@ -608,15 +656,21 @@ def test_checkpoints_of_the_run_outside_of_its_root_are_found(script, tmp_path, 
     """The script now names another directory; the record knows the one before."""
     script()
     keeper = ModelCheckpoint(tmp_path / "first", every_n_train_steps=1)
-    options = {"default_root_dir": tmp_path / "root", "max_epochs": 2, "resume": "auto", "logger": False, **QUIET}
+    options = {
+        "default_root_dir": tmp_path / "root",
+        "max_epochs": 2,
+        "resume": "auto",
+        "logger": False,
+        **QUIET,
+    }
     trainer = tk.Trainer(callbacks=[keeper, Breaks(5)], **options)
     with pytest.raises(RuntimeError, match="broken"):
         trainer.fit(TinyModule(), BATCHES)
     script()
     with pytest.warns(UserWarning, match="now writes to"):
-        tk.Trainer(callbacks=[ModelCheckpoint(tmp_path / "second", every_n_train_steps=1)], **options).fit(
-            TinyModule(), BATCHES
-        )
+        tk.Trainer(
+            callbacks=[ModelCheckpoint(tmp_path / "second", every_n_train_steps=1)], **options
+        ).fit(TinyModule(), BATCHES)
     assert "resuming from step 5 (verified)" in capsys.readouterr().out
 
 
@@ -624,7 +678,9 @@ def test_a_record_that_cannot_be_written_is_an_error_before_the_first_step(scrip
     script()
     (tmp_path / "logs").write_text("a file")
     with pytest.raises(CheckpointError, match=r"run\.json: could not be written: Not a directory"):
-        tk.Trainer(logger=JSONLLogger("logs"), callbacks=ModelCheckpoint("kept"), **QUIET).fit(TinyModule(), BATCHES)
+        tk.Trainer(logger=JSONLLogger("logs"), callbacks=ModelCheckpoint("kept"), **QUIET).fit(
+            TinyModule(), BATCHES
+        )
 
 
 def test_an_interactive_session_continues_the_newest_run(tmp_path):
@@ -638,10 +694,19 @@ def test_an_interactive_session_continues_the_newest_run(tmp_path):
 
 @pytest.mark.world_size(2)
 def test_several_ranks_continue_the_same_run(tmp_path):
-    options = {"max_epochs": 2, "resume": "auto", "logger": "csv", "strategy": "ddp", "default_root_dir": tmp_path}
+    options = {
+        "max_epochs": 2,
+        "resume": "auto",
+        "logger": "csv",
+        "strategy": "ddp",
+        "default_root_dir": tmp_path,
+    }
     seeds = []
     for broken in (3, None):
-        trainer = tk.Trainer(callbacks=[ModelCheckpoint(every_n_train_steps=2), Breaks(broken)], **{**QUIET, **options})
+        trainer = tk.Trainer(
+            callbacks=[ModelCheckpoint(every_n_train_steps=2), Breaks(broken)],
+            **{**QUIET, **options},
+        )
         try:
             trainer.fit(TinyModule(), BATCHES)
         except RuntimeError:

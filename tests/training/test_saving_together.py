@@ -22,7 +22,11 @@ from trainer_kit.state.resume import read_start
 from trainer_kit.step.run import Save, Saver
 from trainer_kit.strategies import process_group
 
-QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 BATCHES = [torch.randn(4, 8, generator=torch.Generator().manual_seed(i)) for i in range(8)]
 
 
@@ -52,7 +56,9 @@ class Asks(Callback):
         self.directory, self.told = directory, list[str]()
 
     def on_train_step_end(self, trainer: Any, module: Any) -> None:
-        trainer.request_checkpoint("each step", Request(self.directory / str(trainer.global_step), self.told))
+        trainer.request_checkpoint(
+            "each step", Request(self.directory / str(trainer.global_step), self.told)
+        )
 
 
 class Request:
@@ -68,7 +74,9 @@ class Request:
         self.told.append(f"failed {path.name}")
 
 
-def fit(*callbacks: Callback, strategy: str = "fsdp", steps: int = 2, **options: Any) -> tuple[Trainer, Net]:
+def fit(
+    *callbacks: Callback, strategy: str = "fsdp", steps: int = 2, **options: Any
+) -> tuple[Trainer, Net]:
     trainer = Trainer(
         max_steps=steps,
         strategy=strategy,
@@ -109,7 +117,11 @@ class Raises(Callback):
 
 
 def what_a_user_raises_on_one_rank_ends_all(path: Path) -> None:
-    kind, said = (ValueError, "of a user") if dist.get_rank() else (RankError, "rank 1: ValueError: of a user")
+    kind, said = (
+        (ValueError, "of a user")
+        if dist.get_rank()
+        else (RankError, "rank 1: ValueError: of a user")
+    )
     for strategy, hook in (("ddp", "state_dict"), ("fsdp", "on_save_checkpoint")):
         with pytest.raises(kind, match=said):
             fit(Asks(path / strategy), Raises(hook), strategy=strategy)
@@ -122,7 +134,11 @@ def a_thread_that_one_rank_cannot_start(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(saving, "Background", fails)
-        expected = (RuntimeError, "^can't") if dist.get_rank() == 1 else (RankError, "^rank 1: RuntimeError: can't")
+        expected = (
+            (RuntimeError, "^can't")
+            if dist.get_rank() == 1
+            else (RankError, "^rank 1: RuntimeError: can't")
+        )
         with pytest.raises(expected[0], match=f"{expected[1]} start new thread"):
             fit(Asks(path))
     asks = Asks(path)
@@ -185,7 +201,9 @@ def test_an_abandoned_rank_takes_part_in_the_remaining_collectives(tmp_path: Pat
     save.abandoned = True
     began: Any = saving.Future()
     began.set_result(True)
-    outcome = saving._write(Saver(), save, {False: None}, Together(), began, lambda: did.append("logs"))  # type: ignore[arg-type]
+    outcome = saving._write(
+        Saver(), save, {False: None}, Together(), began, lambda: did.append("logs")
+    )  # type: ignore[arg-type]
     assert outcome == {str(path): None for path in paths}
     assert did == ["logs", f"write {paths[0]}", "finite", f"write {paths[1]}", "finite"]
     assert told == []

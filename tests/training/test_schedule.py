@@ -70,7 +70,9 @@ def run(plan, batches=10, epochs=2, window=1, skip=True):
         ("5ba", {"validates": False}, 1, []),
     ],
 )
-def test_validation_comes_at_the_first_end_of_a_window_at_or_after(every, options, window, expected, skip):
+def test_validation_comes_at_the_first_end_of_a_window_at_or_after(
+    every, options, window, expected, skip
+):
     interval = None if every is None else Duration.parse(every)
     assert run(schedule(validate_every=interval, **options), window=window, skip=skip) == expected
 
@@ -79,8 +81,13 @@ def test_looking_only_when_due_misses_nothing():
     for every in range(1, 12):
         for window in range(1, 5):
             for across in (False, True):
-                plans = [schedule(validate_every=Duration(every, "ba"), across_epochs=across) for _ in range(2)]
-                assert run(plans[0], window=window, epochs=3) == run(plans[1], window=window, epochs=3, skip=False)
+                plans = [
+                    schedule(validate_every=Duration(every, "ba"), across_epochs=across)
+                    for _ in range(2)
+                ]
+                assert run(plans[0], window=window, epochs=3) == run(
+                    plans[1], window=window, epochs=3, skip=False
+                )
 
 
 def test_a_resumed_run_over_epoch_borders_does_not_repeat_a_validation():

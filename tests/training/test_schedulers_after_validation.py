@@ -10,7 +10,12 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.training.tiny import Tiny
 from trainer_kit import Callback, Trainer
 
-OPTIONS = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+OPTIONS = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+}
 
 
 class Plateau(ReduceLROnPlateau):
@@ -38,7 +43,9 @@ class Net(Tiny):
     def configure_optimizers(self):
         common = {"monitor": "val", "interval": "step", "strict": False, **self.options}
         pairs = zip(self.plateaus, self.frequencies, strict=True)
-        return [self.optimizer], [{"scheduler": plateau, "frequency": n, **common} for plateau, n in pairs]
+        return [self.optimizer], [
+            {"scheduler": plateau, "frequency": n, **common} for plateau, n in pairs
+        ]
 
 
 class Stream(IterableDataset):
@@ -66,13 +73,17 @@ def unknown() -> DataLoader:
 )
 def test_it_reads_the_validation_of_its_own_step(loader, frequency, options, steps):
     module = Net(frequency)
-    Trainer(max_epochs=2, num_sanity_val_steps=0, **options, **OPTIONS).fit(module, loader(), known())
+    Trainer(max_epochs=2, num_sanity_val_steps=0, **options, **OPTIONS).fit(
+        module, loader(), known()
+    )
     assert module.plateaus[0].read == steps
 
 
 def test_a_strict_one_needs_no_value_before_the_first_validation():
     module = Net(2, strict=True)
-    Trainer(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0, **OPTIONS).fit(module, known(), known())
+    Trainer(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0, **OPTIONS).fit(
+        module, known(), known()
+    )
     assert module.plateaus[0].read == [2, 4]
 
 
@@ -105,7 +116,9 @@ def test_an_own_step_of_schedulers_gets_the_value_and_the_step():
             self.given.append((self.trainer.global_step, float(metric)))
 
     module = Own()
-    Trainer(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0, **OPTIONS).fit(module, known(), known())
+    Trainer(max_epochs=1, val_check_interval=2, num_sanity_val_steps=0, **OPTIONS).fit(
+        module, known(), known()
+    )
     assert module.given == [(2, 2.0), (4, 4.0)]
 
 
@@ -122,5 +135,7 @@ def test_a_run_resumed_from_between_a_step_and_its_scheduler_advances_it(hook, t
     Trainer(max_epochs=1, callbacks=Saves(), **options).fit(first, known(), known())
     assert first.plateaus[0].read == [2, 4]
     module = Net(2)
-    Trainer(max_epochs=1, **options).fit(module, known(), known(), ckpt_path=str(tmp_path / "between"))
+    Trainer(max_epochs=1, **options).fit(
+        module, known(), known(), ckpt_path=str(tmp_path / "between")
+    )
     assert [read for read in module.plateaus[0].read if read] == [2, 4]

@@ -34,7 +34,9 @@ class Ids(tk.TrainModule):
 
 
 def loader():
-    return DataLoader(TensorDataset(torch.arange(float(N)).unsqueeze(1)), batch_size=2, shuffle=True)
+    return DataLoader(
+        TensorDataset(torch.arange(float(N)).unsqueeze(1)), batch_size=2, shuffle=True
+    )
 
 
 def make(**options):
@@ -115,7 +117,9 @@ def test_a_stream_that_shuffles_itself_is_one_stream_on_all_ranks(how):
     torch.manual_seed(rank)
     random.seed(rank)
     module = Ids()
-    make(strategy="ddp", max_epochs=2).fit(module, DataLoader(Shuffles(how), batch_size=2, collate_fn=wrapped))
+    make(strategy="ddp", max_epochs=2).fit(
+        module, DataLoader(Shuffles(how), batch_size=2, collate_fn=wrapped)
+    )
     both = [None, None]
     torch.distributed.all_gather_object(both, module.seen)
     epochs = [both[0][at : at + N // 2] + both[1][at : at + N // 2] for at in (0, N // 2)]
@@ -159,7 +163,12 @@ def test_ranks_that_the_trainer_starts_take_the_seed_of_the_script(tmp_path, pro
 
 
 def test_a_resumed_epoch_in_another_order_is_named(tmp_path, capsys):
-    quiet = {"barebones": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    quiet = {
+        "barebones": False,
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
     first = make(seed=7, max_epochs=-1, max_steps=2, enable_checkpointing=False, **quiet)
     order(first)
     first.save_checkpoint(tmp_path / "state")

@@ -46,7 +46,8 @@ def test_defaults_are_lightning_s():
 
 
 @pytest.mark.parametrize(
-    "limit", [{"max_steps": 5}, {"max_steps": 0}, {"max_duration": "5st"}, {"max_time": "00:00:01:00"}]
+    "limit",
+    [{"max_steps": 5}, {"max_steps": 0}, {"max_duration": "5st"}, {"max_time": "00:00:01:00"}],
 )
 def test_another_limit_takes_the_place_of_a_thousand_epochs(limit):
     assert settings(**limit).max_epochs is None
@@ -158,7 +159,9 @@ def test_validation_over_epoch_borders_needs_a_count():
 
 
 def test_a_fast_run_is_one_epoch_of_so_many_batches():
-    made = settings(fast_dev_run=3, max_epochs=9, max_steps=100, num_sanity_val_steps=5, overfit_batches=4)
+    made = settings(
+        fast_dev_run=3, max_epochs=9, max_steps=100, num_sanity_val_steps=5, overfit_batches=4
+    )
     assert (made.max_epochs, made.max_steps, made.sanity_steps, made.overfit) == (1, 3, 0, 0)
     assert set(made.limits.values()) == {3}
     assert settings(fast_dev_run=True).max_steps == 1

@@ -52,21 +52,28 @@ class Sees(tk.TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-def fit(loaders: Any, module: Sees | None = None, ckpt_path: Any = None, **options: Any) -> tuple[tk.Trainer, Sees]:
+def fit(
+    loaders: Any, module: Sees | None = None, ckpt_path: Any = None, **options: Any
+) -> tuple[tk.Trainer, Sees]:
     module = module or Sees()
     trainer = tk.Trainer(**{"max_epochs": 1, "enable_checkpointing": False, **OPTIONS, **options})
     trainer.fit(module, loaders, ckpt_path=ckpt_path)
     return trainer, module
 
 
-def test_a_dict_of_training_loaders_ends_with_the_longest_and_starts_shorter_ones_again(capsys: Any) -> None:
+def test_a_dict_of_training_loaders_ends_with_the_longest_and_starts_shorter_ones_again(
+    capsys: Any,
+) -> None:
     loaders = {"long": loader(6), "short": loader(2, 10)}
     trainer, module = fit(loaders)
     assert [seen["long"] for seen in module.seen] == [[0, 1], [2, 3], [4, 5]]
     assert [seen["short"] for seen in module.seen] == [[10, 11]] * 3
     assert trainer.num_training_batches == 3
     captured = capsys.readouterr()
-    assert "max_size_cycle: an epoch ends with the longest, the others start again" in captured.out + captured.err
+    assert (
+        "max_size_cycle: an epoch ends with the longest, the others start again"
+        in captured.out + captured.err
+    )
     assert "max_size_cycle" in trainer.explain(Sees(), loaders)
 
 
@@ -80,7 +87,11 @@ def test_each_mode_of_combination_is_honoured(capsys: Any) -> None:
 
 def test_a_run_inside_a_second_pass_resumes_there(tmp_path: Path) -> None:
     def loaders() -> Any:
-        return {"long": loader(14, shuffle=True), "short": loader(6, 20, shuffle=True), "list": [torch.ones(2)] * 2}
+        return {
+            "long": loader(14, shuffle=True),
+            "short": loader(6, 20, shuffle=True),
+            "list": [torch.ones(2)] * 2,
+        }
 
     start = Sees().state_dict()
     results = {}
@@ -99,12 +110,18 @@ def test_a_run_inside_a_second_pass_resumes_there(tmp_path: Path) -> None:
         results[name] = module
     assert results["cut"].seen == results["whole"].seen
     assert len(results["whole"].seen) == 14
-    for ours, theirs in zip(results["cut"].parameters(), results["whole"].parameters(), strict=True):
+    for ours, theirs in zip(
+        results["cut"].parameters(), results["whole"].parameters(), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 def test_overfitting_a_dict_sees_the_same_batches_unshuffled() -> None:
-    _, module = fit({"a": loader(20, shuffle=True), "b": loader(20, 20, shuffle=True)}, overfit_batches=2, max_epochs=2)
+    _, module = fit(
+        {"a": loader(20, shuffle=True), "b": loader(20, 20, shuffle=True)},
+        overfit_batches=2,
+        max_epochs=2,
+    )
     assert module.seen == [{"a": [0, 1], "b": [20, 21]}, {"a": [2, 3], "b": [22, 23]}] * 2
 
 
@@ -112,7 +129,9 @@ SEVERAL = {
     "CombinedLoader": lambda: tk.CombinedLoader([loader(4), loader(3, 10)], "sequential"),
     "dict": lambda: {"a": loader(4), "b": loader(3, 10)},
     "nested": lambda: {"a": loader(4), "b": [loader(3, 10)]},
-    "CombinedLoader of a dict": lambda: tk.CombinedLoader({"a": loader(4), "b": loader(3, 10)}, "sequential"),
+    "CombinedLoader of a dict": lambda: tk.CombinedLoader(
+        {"a": loader(4), "b": loader(3, 10)}, "sequential"
+    ),
 }
 
 
@@ -120,7 +139,11 @@ SEVERAL = {
 def test_sequential_evaluation_equals_a_list_of_loaders(name: str) -> None:
     def outcome(make: Any) -> Any:
         module, trainer = Sees(), tk.Trainer(max_epochs=1, enable_checkpointing=False, **OPTIONS)
-        results = trainer.validate(module, make()), trainer.test(module, make()), trainer.predict(module, make())
+        results = (
+            trainer.validate(module, make()),
+            trainer.test(module, make()),
+            trainer.predict(module, make()),
+        )
         counts = trainer.num_val_batches, trainer.num_test_batches, trainer.num_predict_batches
         few = tk.Trainer(limit_val_batches=1, enable_checkpointing=False, **OPTIONS)
         few.validate(module, make())

@@ -10,7 +10,12 @@ from trainer_kit import Callback, Trainer, TrainModule
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.precision import MixedPrecision
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "enable_checkpointing": False,
+}
 
 
 class Gan(TrainModule):
@@ -25,7 +30,9 @@ class Gan(TrainModule):
         fake = self.generator(noise)
         wins = nn.functional.binary_cross_entropy_with_logits
         ones = torch.ones(len(batch), 1)
-        right = wins(self.discriminator(real), ones) + wins(self.discriminator(fake.detach()), torch.zeros_like(ones))
+        right = wins(self.discriminator(real), ones) + wins(
+            self.discriminator(fake.detach()), torch.zeros_like(ones)
+        )
         return {"generator": wins(self.discriminator(fake), ones), "discriminator": right / 2}
 
     def training_step(self, batch, batch_idx):
@@ -78,7 +85,10 @@ def test_accumulation_with_a_ragged_last_window():
     trainer = Trainer(max_epochs=1, accumulate_grad_batches=2, **QUIET)
     trainer.fit(module, batches(5))
     data = batches(5)
-    by_hand(reference, [[(0.5, data[0]), (0.5, data[1])], [(0.5, data[2]), (0.5, data[3])], [(1, data[4])]])
+    by_hand(
+        reference,
+        [[(0.5, data[0]), (0.5, data[1])], [(0.5, data[2]), (0.5, data[3])], [(1, data[4])]],
+    )
     assert same(module, reference)
     assert trainer.global_step == 3
 
@@ -144,7 +154,9 @@ def test_each_loss_reaches_only_its_own_parameters():
 
     module, reference = Crosses(), Crosses()
     Trainer(max_steps=1, **QUIET).fit(module, batches())
-    gradients = torch.autograd.grad(-2 * reference.losses(batches()[0])["generator"], reference.discriminator.weight)
+    gradients = torch.autograd.grad(
+        -2 * reference.losses(batches()[0])["generator"], reference.discriminator.weight
+    )
     assert torch.equal(module.discriminator.weight.grad, gradients[0])
 
 
@@ -205,7 +217,10 @@ def test_each_name_may_have_its_scheduler():
             made = super().configure_optimizers()
             scheduler = torch.optim.lr_scheduler.StepLR(made["generator"], 1, gamma=0.5)
             config = {"scheduler": scheduler, "interval": "step", "frequency": 2}
-            return {"generator": {"optimizer": made["generator"], "lr_scheduler": config}, **_without(made)}
+            return {
+                "generator": {"optimizer": made["generator"], "lr_scheduler": config},
+                **_without(made),
+            }
 
     def _without(made):
         return {"discriminator": made["discriminator"]}
@@ -224,7 +239,9 @@ def test_overrides_are_called_for_each_optimizer():
             heard.append((epoch, batch_idx, type(optimizer).__name__))
             super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
 
-        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        def configure_gradient_clipping(
+            self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None
+        ):
             heard.append((type(optimizer).__name__, gradient_clip_val, gradient_clip_algorithm))
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
@@ -272,7 +289,8 @@ def test_a_list_without_names_is_refused_with_both_ways_out():
 
 
 @pytest.mark.parametrize(
-    "returned", [lambda losses: losses["generator"], lambda losses: {"generator": losses["generator"]}]
+    "returned",
+    [lambda losses: losses["generator"], lambda losses: {"generator": losses["generator"]}],
 )
 def test_a_step_that_returns_no_loss_for_a_name_is_refused(returned):
     class Lacks(Gan):

@@ -18,7 +18,12 @@ from trainer_kit import Callback, Trainer
 from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 
-QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 1}
+QUIET = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 1,
+}
 ROOT = Path(__file__).parents[2]
 NUMBERS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 TERM, INT, USR1 = (signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT), (signal.SIGUSR1, 138)
@@ -81,7 +86,10 @@ def sending(number, hook, at=None):
             self.sent = True
             signal.raise_signal(number)
 
-    takes = {"on_train_batch_end": "outputs, batch, batch_idx", "on_train_batch_start": "batch, batch_idx"}
+    takes = {
+        "on_train_batch_end": "outputs, batch, batch_idx",
+        "on_train_batch_start": "batch, batch_idx",
+    }
     takes["setup"] = "stage"
     names = ", ".join(filter(None, ["self", "trainer", "module", takes.get(hook)]))
     scope = {"send": send}
@@ -97,7 +105,9 @@ def fit(number, hook, at=None, *more, **options):
     """Fit until the signal ends it; returns the trainer and the exception."""
     ends, logger = Ends(), Recorder()
     callbacks = [sending(number, hook, at), ends, *more]
-    trainer = Trainer(callbacks=callbacks, **{**QUIET, "max_epochs": 2, "logger": logger, **options})
+    trainer = Trainer(
+        callbacks=callbacks, **{**QUIET, "max_epochs": 2, "logger": logger, **options}
+    )
     with pytest.raises(outcome(number)) as caught:
         trainer.fit(Tiny(), [torch.ones(2, 2)] * 4, [torch.ones(2, 2)])
     if number != signal.SIGINT:
@@ -125,7 +135,9 @@ def fit(number, hook, at=None, *more, **options):
         ("on_train_epoch_end", 8, 8),
     ],
 )
-def test_the_run_ends_at_the_next_step_with_a_checkpoint_of_it(tmp_path, capsys, number, hook, at, step):
+def test_the_run_ends_at_the_next_step_with_a_checkpoint_of_it(
+    tmp_path, capsys, number, hook, at, step
+):
     keeper = ModelCheckpoint(every_n_train_steps=1000)
     trainer = fit(number, hook, at, keeper, log_every_n_steps=50)
     assert trainer.global_step == step
@@ -136,7 +148,9 @@ def test_the_run_ends_at_the_next_step_with_a_checkpoint_of_it(tmp_path, capsys,
     assert torch.equal(state["model"]["layer.weight"], trainer.module.layer.weight)
     said = capsys.readouterr().out
     leaving = "KeyboardInterrupt" if number == signal.SIGINT else f"exiting {128 + number}"
-    assert re.search(rf"^{number.name}: saved step {step} in \d+\.\d s, {leaving}$", said, re.MULTILINE)
+    assert re.search(
+        rf"^{number.name}: saved step {step} in \d+\.\d s, {leaving}$", said, re.MULTILINE
+    )
 
 
 @NUMBERS
@@ -158,7 +172,9 @@ def test_a_run_resumed_after_a_signal_ends_with_the_same_weights(tmp_path, numbe
     options = {**QUIET, "max_epochs": 2, "log_every_n_steps": 50}
     Trainer(**options).fit(whole, batches)
     with pytest.raises(outcome(number)):
-        Trainer(callbacks=sending(number, "on_train_batch_start", 5), **options).fit(broken, batches)
+        Trainer(callbacks=sending(number, "on_train_batch_start", 5), **options).fit(
+            broken, batches
+        )
     trainer = Trainer(**options)
     trainer.fit(resumed, batches, ckpt_path="last")
     assert trainer.global_step == 8
@@ -174,7 +190,9 @@ def test_without_checkpoints_nothing_is_written(tmp_path, capsys, number):
 
 
 @NUMBERS
-@pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_end", "on_fit_end"])
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_fit_start", "on_sanity_check_start", "on_train_end", "on_fit_end"]
+)
 def test_a_signal_outside_a_step_runs_the_teardown(number, hook):
     trainer = fit(number, hook, enable_checkpointing=False)
     assert trainer.global_step == (8 if hook.endswith("_end") else 0)
@@ -195,7 +213,10 @@ def test_the_users_handler_of_sigusr1_is_called_everywhere():
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        sends = [sending(signal.SIGUSR1, "on_train_batch_start", 2), sending(signal.SIGUSR1, "on_fit_start")]
+        sends = [
+            sending(signal.SIGUSR1, "on_train_batch_start", 2),
+            sending(signal.SIGUSR1, "on_fit_start"),
+        ]
         trainer = Trainer(max_epochs=1, callbacks=sends, **QUIET)
         trainer.fit(Tiny(), [torch.ones(2, 2)] * 4)
     finally:
@@ -235,7 +256,9 @@ def test_the_second_signal_ends_the_step_at_once(number):
 
 
 def test_a_trainer_that_was_interrupted_can_fit_again():
-    trainer = Trainer(max_epochs=1, callbacks=sending(signal.SIGTERM, "on_train_batch_end", 2), **QUIET)
+    trainer = Trainer(
+        max_epochs=1, callbacks=sending(signal.SIGTERM, "on_train_batch_end", 2), **QUIET
+    )
     with pytest.raises(SystemExit):
         trainer.fit(Tiny(), [torch.ones(2, 2)] * 4)
     trainer.fit(Tiny(), [torch.ones(2, 2)] * 4)
@@ -255,8 +278,12 @@ def script(directory, word):
             process.kill()
 
 
-@pytest.mark.parametrize(("number", "code"), [TERM, pytest.param(*INT, marks=LONG), pytest.param(*USR1, marks=LONG)])
-def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(tmp_path, number, code):
+@pytest.mark.parametrize(
+    ("number", "code"), [TERM, pytest.param(*INT, marks=LONG), pytest.param(*USR1, marks=LONG)]
+)
+def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(
+    tmp_path, number, code
+):
     with script(tmp_path, "once") as process:
         assert process.stdout.readline() == "at step 3\n"
         process.send_signal(number)
@@ -270,7 +297,9 @@ def test_a_script_that_gets_a_signal_leaves_with_its_code_and_the_step_on_disk(t
     assert read_checkpoint(written[0])["progress"]["batch"] == 4
 
 
-@pytest.mark.parametrize(("number", "code"), [INT, pytest.param(*TERM, marks=LONG), pytest.param(*USR1, marks=LONG)])
+@pytest.mark.parametrize(
+    ("number", "code"), [INT, pytest.param(*TERM, marks=LONG), pytest.param(*USR1, marks=LONG)]
+)
 def test_a_script_that_gets_it_twice_leaves_at_once(tmp_path, number, code):
     with script(tmp_path, "twice") as process:
         assert process.stdout.readline() == "at step 3\n"

@@ -14,7 +14,12 @@ from trainer_kit.callbacks import ModelCheckpoint
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.state.collect import plain_hparams
-from trainer_kit.state.optimizer_states import configured, optimizer_state, owned_parameters, restore_optimizer
+from trainer_kit.state.optimizer_states import (
+    configured,
+    optimizer_state,
+    owned_parameters,
+    restore_optimizer,
+)
 from trainer_kit.strategies import SingleDeviceStrategy
 from trainer_kit.testing import TinyModule
 
@@ -33,7 +38,9 @@ class Net(TrainModule):
         return loss
 
     def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=self.hparams.lr, momentum=self.hparams.momentum)
+        optimizer = torch.optim.SGD(
+            self.parameters(), lr=self.hparams.lr, momentum=self.hparams.momentum
+        )
         return [optimizer], [StepLR(optimizer, 1, gamma=0.5)]
 
 
@@ -96,12 +103,19 @@ def test_a_checkpoint_holds_everything(saved):
     assert state["seed"] == 5
     assert state["callbacks"] == {"Remembers": {"epochs": 2}}
     assert state["hyper_parameters"] == {"lr": 0.1, "momentum": 0.9}
-    assert all(torch.equal(state["model"][name], value) for name, value in made.module.state_dict().items())
+    assert all(
+        torch.equal(state["model"][name], value) for name, value in made.module.state_dict().items()
+    )
 
 
 def test_weights_alone_hold_weights_and_hyperparameters_alone(saved, tmp_path):
     saved[0].save_checkpoint(tmp_path / "w", weights_only=True)
-    assert set(read_checkpoint(tmp_path / "w")) == {"model", "hyper_parameters", "epoch", "global_step"}
+    assert set(read_checkpoint(tmp_path / "w")) == {
+        "model",
+        "hyper_parameters",
+        "epoch",
+        "global_step",
+    }
 
 
 def test_optimizer_state_goes_by_the_names_of_parameters(saved):
@@ -252,7 +266,13 @@ def test_two_callbacks_with_one_name_for_their_state_are_refused():
 
 def test_hyperparameters_that_cannot_be_stored_become_their_repr():
     large = torch.nn.Linear(1024, 1024)  # its weights are in the checkpoint already
-    hparams = {"lr": 0.1, "shape": (1, 2), "activation": torch.relu, "load": torch.load, "net": large}
+    hparams = {
+        "lr": 0.1,
+        "shape": (1, 2),
+        "activation": torch.relu,
+        "load": torch.load,
+        "net": large,
+    }
     plain, refused = plain_hparams(hparams)
     reprs = {"load": {"repr": repr(torch.load)}, "net": {"repr": repr(large)}}
     assert plain == {"lr": 0.1, "shape": (1, 2), "activation": torch.relu, **reprs}
@@ -268,9 +288,13 @@ def test_groups_and_parameters_in_another_order_get_their_own_state():
     first.step()
     saved = optimizer_state(ALONE, first, names)
     second = torch.optim.SGD(list(module.layer.parameters())[::-1], lr=0.1, momentum=0.9)
-    assert restore_optimizer(ALONE, second, owned_parameters(ALONE, second), saved, names, print) == {}
+    assert (
+        restore_optimizer(ALONE, second, owned_parameters(ALONE, second), saved, names, print) == {}
+    )
     for parameter in module.layer.parameters():
-        assert torch.equal(second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"])
+        assert torch.equal(
+            second.state[parameter]["momentum_buffer"], first.state[parameter]["momentum_buffer"]
+        )
 
 
 def test_another_number_of_groups_is_refused():
@@ -278,7 +302,9 @@ def test_another_number_of_groups_is_refused():
     one = torch.optim.SGD(module.layer.parameters(), lr=0.1)
     two = torch.optim.SGD([{"params": [p]} for p in module.layer.parameters()], lr=0.1)
     with pytest.raises(CheckpointError, match="1 groups were saved, the optimizer has 2"):
-        restore_optimizer(ALONE, two, owned_parameters(ALONE, two), optimizer_state(ALONE, one, {}), {}, print)
+        restore_optimizer(
+            ALONE, two, owned_parameters(ALONE, two), optimizer_state(ALONE, one, {}), {}, print
+        )
 
 
 def test_the_state_of_another_class_is_refused_and_an_unnamed_one_is_taken():
@@ -310,7 +336,9 @@ def test_a_rate_in_a_tensor_is_compared_by_value():
     said = []
     second = torch.optim.Adam([parameter], lr=torch.tensor(0.1))
     assert (
-        restore_optimizer(ALONE, second, owned_parameters(ALONE, second), saved, {id(parameter): "p"}, said.append)
+        restore_optimizer(
+            ALONE, second, owned_parameters(ALONE, second), saved, {id(parameter): "p"}, said.append
+        )
         == {}
     )
     assert said == []
@@ -320,7 +348,9 @@ def test_a_value_that_is_not_logged_again_keeps_its_reduction_through_a_resume(t
     class Early(TinyModule):
         def training_step(self, batch, batch_idx):
             if batch_idx < 2:
-                self.log("early", float(batch_idx + 1), on_step=False, on_epoch=True, reduce_fx="max")
+                self.log(
+                    "early", float(batch_idx + 1), on_step=False, on_epoch=True, reduce_fx="max"
+                )
             return super().training_step(batch, batch_idx)
 
     def trainer():
@@ -329,7 +359,9 @@ def test_a_value_that_is_not_logged_again_keeps_its_reduction_through_a_resume(t
 
     trainer().fit(Early(), [torch.randn(4, 32) for _ in range(4)])
     resumed = trainer()
-    resumed.fit(Early(), [torch.randn(4, 32) for _ in range(4)], ckpt_path=tmp_path / "step-00000003")
+    resumed.fit(
+        Early(), [torch.randn(4, 32) for _ in range(4)], ckpt_path=tmp_path / "step-00000003"
+    )
     assert resumed.callback_metrics["early"].item() == 2.0
 
 
@@ -341,7 +373,9 @@ def test_an_epoch_that_was_left_early_is_saved_as_finished(tmp_path):
             return -1 if batch_idx == 3 else None
 
     keeper = ModelCheckpoint(dirpath=tmp_path)
-    trainer = Trainer(max_epochs=1, logger=False, callbacks=[Leaves(), keeper], enable_progress_bar=False)
+    trainer = Trainer(
+        max_epochs=1, logger=False, callbacks=[Leaves(), keeper], enable_progress_bar=False
+    )
     trainer.fit(TinyModule(), [torch.randn(4, 32) for _ in range(6)])
     saved = read_checkpoint(Path(keeper.best_model_path))["progress"]
     assert {name: saved[name] for name in ("epoch", "epoch_batch", "batch", "samples")} == {
@@ -374,10 +408,14 @@ class Left(TrainModule):
 
 def test_a_reduction_function_missing_after_a_resume_gives_nan_and_is_reported(tmp_path):
     batches = [torch.ones(2, 1)] * 4
-    trainer = Trainer(max_steps=2, barebones=True, accelerator="cpu", callbacks=[keeper := Inside(tmp_path, at=2)])
+    trainer = Trainer(
+        max_steps=2, barebones=True, accelerator="cpu", callbacks=[keeper := Inside(tmp_path, at=2)]
+    )
     trainer.fit(Left(0), batches)
     again = Trainer(max_epochs=1, barebones=True, accelerator="cpu")
-    with pytest.warns(UserWarning, match="'range' is NaN for this epoch: its reduce_fx is a function"):
+    with pytest.warns(
+        UserWarning, match="'range' is NaN for this epoch: its reduce_fx is a function"
+    ):
         again.fit(Left(0), batches, ckpt_path=keeper.path)
     assert again.callback_metrics["range"].isnan()
 
@@ -400,7 +438,12 @@ class Inside(Callback):
 @pytest.mark.parametrize(("where", "said"), [({"batch": 3}, True), ({"at": 1}, False)])
 def test_a_checkpoint_from_inside_a_step_is_reported(tmp_path, capsys, where, said):
     keeper = Inside(tmp_path, **where)
-    options = {"max_epochs": 1, "barebones": True, "accelerator": "cpu", "accumulate_grad_batches": 2}
+    options = {
+        "max_epochs": 1,
+        "barebones": True,
+        "accelerator": "cpu",
+        "accumulate_grad_batches": 2,
+    }
     Trainer(**options, callbacks=keeper).fit(Left(), [torch.ones(2, 1)] * 4)
     module = Left()
     Trainer(**options).fit(module, [torch.ones(2, 1)] * 4, ckpt_path=keeper.path)
@@ -426,7 +469,12 @@ def test_hooks_repeated_by_a_resume_have_no_side_effects(tmp_path):
     for ckpt in (None, tmp_path / "inside"):
         torch.manual_seed(1 if ckpt is None else 2)
         hears = Hears()
-        trainer = Trainer(max_epochs=2, barebones=True, accelerator="cpu", callbacks=[hears, Inside(tmp_path, at=3)])
+        trainer = Trainer(
+            max_epochs=2,
+            barebones=True,
+            accelerator="cpu",
+            callbacks=[hears, Inside(tmp_path, at=3)],
+        )
         trainer.fit(Left(0, 3), batches, ckpt_path=ckpt)
         ends.append((trainer.callback_metrics, torch.get_rng_state().tolist()))
         assert hears.heard == ["train", "epoch", "epoch"]

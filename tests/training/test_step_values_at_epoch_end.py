@@ -48,4 +48,6 @@ def test_the_last_value_of_the_epoch_is_seen(log_every: int) -> None:
     trainer.fit(Counting(), [torch.randn(2, 32)] * 3)
     assert seen.metrics == [2.0, 2.0]
     assert trainer.progress_bar_metrics["index"] == 2.0
-    assert [step for step, values in seen.logged if "index" in values] == list(range(log_every, 7, log_every))
+    assert [step for step, values in seen.logged if "index" in values] == list(
+        range(log_every, 7, log_every)
+    )

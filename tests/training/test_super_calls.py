@@ -80,7 +80,9 @@ def through_super(base: type, names: list[str]) -> tuple[type, set[str]]:
 
 def run(module: Any, data: Any, callbacks: list[Any], path: Any) -> tuple[Any, ...]:
     keeper = ModelCheckpoint(path, save_last=True)
-    trainer = Trainer(callbacks=[*callbacks, keeper], gradient_clip_val=1.0, default_root_dir=path, **QUIET)
+    trainer = Trainer(
+        callbacks=[*callbacks, keeper], gradient_clip_val=1.0, default_root_dir=path, **QUIET
+    )
     trainer.fit(module, datamodule=data)
     weights = {name: value.clone() for name, value in module.state_dict().items()}
     tested = trainer.validate(module, datamodule=data, verbose=False) + trainer.test(
@@ -98,12 +100,27 @@ def hooks(*bases: type) -> list[str]:
 
 MODULE = [
     *hooks(ModuleHooks, DataHooks),
-    *("training_step", "validation_step", "test_step", "predict_step", "configure_optimizers", "configure_model"),
-    *("configure_callbacks", "configure_gradient_clipping", "backward", "optimizer_step", "optimizer_zero_grad"),
+    *(
+        "training_step",
+        "validation_step",
+        "test_step",
+        "predict_step",
+        "configure_optimizers",
+        "configure_model",
+    ),
+    *(
+        "configure_callbacks",
+        "configure_gradient_clipping",
+        "backward",
+        "optimizer_step",
+        "optimizer_zero_grad",
+    ),
     *("lr_scheduler_step", "forward", "state_dict", "load_state_dict"),
 ]
 DATA = [*hooks(DataHooks), "state_dict", "load_state_dict"]
-CALLBACK = [name for name in hooks(Callback) if name not in ("log", "log_dict")]  # methods that a hook calls
+CALLBACK = [
+    name for name in hooks(Callback) if name not in ("log", "log_dict")
+]  # methods that a hook calls
 
 
 def test_every_hook_forwards_to_its_default(tmp_path: Any) -> None:
@@ -129,13 +146,21 @@ def test_the_default_transfer_moves_the_tensors_that_the_override_does_not(owner
     moved = []
 
     class Pattern:
-        def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        def transfer_batch_to_device(
+            self, batch: Any, device: torch.device, dataloader_idx: int
+        ) -> Any:
             if isinstance(batch, str):
                 return batch
-            moved.append(super().transfer_batch_to_device(batch, torch.device("meta"), dataloader_idx))
+            moved.append(
+                super().transfer_batch_to_device(batch, torch.device("meta"), dataloader_idx)
+            )
             return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
-    module = type("Module", (Pattern if owner == "module" else object, Plain), {})() if owner == "module" else Plain()
+    module = (
+        type("Module", (Pattern if owner == "module" else object, Plain), {})()
+        if owner == "module"
+        else Plain()
+    )
     data = type("Datamodule", (Pattern, Data), {})() if owner == "datamodule" else Data()
     Trainer(barebones=True, accelerator="cpu", max_epochs=1).fit(module, datamodule=data)
     assert [batch[0].device.type for batch in moved] == ["meta"] * len(moved) != []
@@ -148,7 +173,9 @@ def test_the_default_prediction_takes_a_loader_index(arguments: tuple[int, ...])
             return super(Plain, self).predict_step(batch[0], *arguments)
 
     trainer = Trainer(barebones=True, accelerator="cpu")
-    first, second = trainer.predict(Passes(), [Data().train_dataloader(), Data().train_dataloader()])
+    first, second = trainer.predict(
+        Passes(), [Data().train_dataloader(), Data().train_dataloader()]
+    )
     torch.testing.assert_close(first, second)
     assert Passes().predict_step(batch=[torch.ones(1, 4)], batch_idx=0).shape == (1, 2)
 
@@ -165,7 +192,9 @@ def test_a_step_without_a_default_warns() -> None:
         assert module.test_step(None, 0) is None
     for owner in (module, DataModule()):
         for name in ("train_dataloader", "val_dataloader", "test_dataloader", "predict_dataloader"):
-            with pytest.raises(NotImplementedError, match=rf"{type(owner).__name__} has no {name}: define"):
+            with pytest.raises(
+                NotImplementedError, match=rf"{type(owner).__name__} has no {name}: define"
+            ):
                 getattr(owner, name)()
     with pytest.raises(ConfigurationError, match="loss_weight has no default"):
         module.loss_weight(None)

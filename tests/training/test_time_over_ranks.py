@@ -47,7 +47,9 @@ def train(settings: dict[str, Any]) -> tuple[int, list[int], float]:
         nonlocal steps
         steps += 1
 
-    trainer.fit(TinyModule(), DataLoader(torch.randn(800, 32), batch_size=4), DataLoader(torch.randn(8, 32)))
+    trainer.fit(
+        TinyModule(), DataLoader(torch.randn(800, 32), batch_size=4), DataLoader(torch.randn(8, 32))
+    )
     return trainer.global_step, validations.steps, trainer.progress.seconds
 
 

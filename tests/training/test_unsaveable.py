@@ -79,8 +79,15 @@ class Data(tk.DataModule):
 
 def fit(directory, module, *callbacks, data=None, ckpt_path=None, max_steps=2, **options):
     keeper = ModelCheckpoint(directory, every_n_train_steps=2)
-    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, **options}
-    trainer = tk.Trainer(max_steps=max_steps, callbacks=[keeper, *callbacks], accelerator="cpu", devices=1, **options)
+    options = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        **options,
+    }
+    trainer = tk.Trainer(
+        max_steps=max_steps, callbacks=[keeper, *callbacks], accelerator="cpu", devices=1, **options
+    )
     loaders = BATCHES if data is None else None
     try:
         trainer.fit(module, loaders, datamodule=data, ckpt_path=ckpt_path)

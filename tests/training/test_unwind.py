@@ -42,7 +42,9 @@ def test_listeners_get_the_exception_first_and_the_caller_gets_it_unchanged():
     assert not hasattr(error, "__notes__")
 
 
-@pytest.mark.parametrize("second", [ValueError("second"), KeyboardInterrupt("second"), SystemExit(3)])
+@pytest.mark.parametrize(
+    "second", [ValueError("second"), KeyboardInterrupt("second"), SystemExit(3)]
+)
 def test_an_error_during_teardown_becomes_a_note(second):
     calls, error = [], Boom("first")
     with pytest.raises(Boom) as caught, unwinding("a", "b", calls=calls, fails={"a": second}):
@@ -69,7 +71,10 @@ def test_raising_the_same_exception_again_adds_nothing():
 
 def test_a_failing_cleanup_is_raised_without_another_exception():
     calls, first, second = [], Boom("first"), ValueError("second")
-    with pytest.raises(Boom) as caught, unwinding("a", "b", "c", calls=calls, fails={"a": first, "b": second}):
+    with (
+        pytest.raises(Boom) as caught,
+        unwinding("a", "b", "c", calls=calls, fails={"a": first, "b": second}),
+    ):
         pass
     assert caught.value is first
     assert first.__notes__ == ["while ending: ValueError: second"]

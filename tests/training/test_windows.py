@@ -41,7 +41,12 @@ def turns(made, progress=None):
         assert micro.count == len(micro.batches) == len(micro.sizes)
         factors = None if micro.factors is None else [pytest.approx(f) for f in micro.factors]
         found.append(
-            (micro.first, [torch.as_tensor(b).flatten().tolist() for b in micro.batches], factors, list(micro.sizes))
+            (
+                micro.first,
+                [torch.as_tensor(b).flatten().tolist() for b in micro.batches],
+                factors,
+                list(micro.sizes),
+            )
         )
     return found
 
@@ -71,7 +76,12 @@ def test_a_short_last_window_is_averaged_over_its_batches():
 
 
 def test_without_weighting_each_batch_counts_once():
-    assert turns(windows(loader(7), 2, weighting=False))[-1] == (2, [[4, 5], [6]], [0.5, 0.5], [2, 1])
+    assert turns(windows(loader(7), 2, weighting=False))[-1] == (
+        2,
+        [[4, 5], [6]],
+        [0.5, 0.5],
+        [2, 1],
+    )
 
 
 def test_an_engine_that_divides_gets_it_back():
@@ -91,11 +101,16 @@ def test_the_user_s_weights():
 
 
 def test_weights_may_be_tensors():
-    assert turns(windows(loader(4), 2, loss_weight=lambda batch: batch.sum()))[0][2] == [1 / 6, 5 / 6]
+    assert turns(windows(loader(4), 2, loss_weight=lambda batch: batch.sum()))[0][2] == [
+        1 / 6,
+        5 / 6,
+    ]
 
 
 def test_a_single_batch_of_any_weight_has_no_factor():
-    assert [factors for _, _, factors, _ in turns(windows(loader(7), loss_weight=lambda batch: 5.0))] == [None] * 4
+    assert [
+        factors for _, _, factors, _ in turns(windows(loader(7), loss_weight=lambda batch: 5.0))
+    ] == [None] * 4
 
 
 def test_a_batch_that_weighs_nothing_adds_nothing():
@@ -118,13 +133,20 @@ def test_an_epoch_continues_at_the_position_in_progress():
 
 def test_a_limit_holds_from_the_start_of_the_epoch():
     assert [first for first, *_ in turns(windows(loader(20), limit=4))] == [0, 1, 2, 3]
-    assert [first for first, *_ in turns(windows(loader(20), limit=4), Progress(epoch_batch=2))] == [2, 3]
+    assert [
+        first for first, *_ in turns(windows(loader(20), limit=4), Progress(epoch_batch=2))
+    ] == [2, 3]
     assert turns(windows(loader(20), limit=0)) == []
 
 
 def test_windows_never_cross_epochs():
     made = windows(loader(6), 2)
-    assert [len(batches) for _, batches, _, _ in turns(made) + turns(made, Progress(epoch=1))] == [2, 1, 2, 1]
+    assert [len(batches) for _, batches, _, _ in turns(made) + turns(made, Progress(epoch=1))] == [
+        2,
+        1,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("loss_weight", [None, len])
@@ -202,9 +224,17 @@ def test_a_state_is_that_of_the_last_finished_window_however_far_reading_is(leng
         done = micro.first + micro.count
         again = windows(Placed(), length)
         again.feed.loader_state.load_state_dict([made.feed.loader_state.state_dict(0, done)], 0)
-        rest = [batch for _, batches, *_ in turns(again, Progress(epoch_batch=done)) for batch in batches]
+        rest = [
+            batch
+            for _, batches, *_ in turns(again, Progress(epoch_batch=done))
+            for batch in batches
+        ]
         assert rest == [[index] for index in range(done, 12)]
         # A window that is under way runs again.
         inside = windows(Placed(), length)
-        inside.feed.loader_state.load_state_dict([made.feed.loader_state.state_dict(0, micro.first)], 0)
-        assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[0].tolist() == [micro.first]
+        inside.feed.loader_state.load_state_dict(
+            [made.feed.loader_state.state_dict(0, micro.first)], 0
+        )
+        assert next(inside.epoch(Progress(epoch_batch=micro.first))).batches[0].tolist() == [
+            micro.first
+        ]

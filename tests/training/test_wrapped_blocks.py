@@ -12,7 +12,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 import trainer_kit as tk
 from trainer_kit.callbacks import EMAWeightAveraging
 
-QUIET: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Block(nn.Linear):
@@ -30,7 +34,9 @@ class Blocks(tk.TrainModule):
         super().__init__()
         torch.manual_seed(0)
         blocks = [Block() for _ in range(2)]
-        self.blocks = nn.Sequential(*(checkpoint_wrapper(block) if wraps else block for block in blocks))
+        self.blocks = nn.Sequential(
+            *(checkpoint_wrapper(block) if wraps else block for block in blocks)
+        )
         self.blocks[0].requires_grad_(False)
 
     def on_train_epoch_start(self) -> None:
@@ -46,13 +52,20 @@ class Blocks(tk.TrainModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_checkpoint_of_wrapped_blocks_resumes_with_and_without_the_wrapper(tmp_path: Path) -> None:
+def test_a_checkpoint_of_wrapped_blocks_resumes_with_and_without_the_wrapper(
+    tmp_path: Path,
+) -> None:
     batches = list(torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0)))
 
     def fit(wraps: bool, epochs: int, path: Path | None = None) -> tuple[tk.Trainer, Blocks]:
         averages = EMAWeightAveraging(decay=0.5, use_buffers=True)
         trainer = tk.Trainer(
-            max_epochs=epochs, accelerator="cpu", devices=1, callbacks=[averages], default_root_dir=tmp_path, **QUIET
+            max_epochs=epochs,
+            accelerator="cpu",
+            devices=1,
+            callbacks=[averages],
+            default_root_dir=tmp_path,
+            **QUIET,
         )
         trainer.fit(module := Blocks(wraps), batches, ckpt_path=path)
         return trainer, module

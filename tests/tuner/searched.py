@@ -54,12 +54,17 @@ class Net(tk.TrainModule):
     """
 
     def __init__(
-        self, lr: float = 1e-3, batch_size: int = 4, in_step: Callable[[Any, Any], None] | None = None
+        self,
+        lr: float = 1e-3,
+        batch_size: int = 4,
+        in_step: Callable[[Any, Any], None] | None = None,
     ) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.lr, self.batch_size, self.in_step, self.seen = lr, batch_size, in_step, []
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 1)
+        )
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         self.seen.append(batch_idx)
@@ -71,7 +76,9 @@ class Net(tk.TrainModule):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
-        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"}]
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5), "interval": "step"}
+        ]
 
     def train_dataloader(self) -> Any:
         return DataLoader(Samples(own=False), batch_size=self.batch_size, shuffle=True)
@@ -79,24 +86,36 @@ class Net(tk.TrainModule):
 
 def trainer(*callbacks: Any, **options: Any) -> tk.Trainer:
     """A quiet one on the CPU."""
-    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    quiet = {
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
     here = {"accelerator": "cpu", "logger": False, "max_epochs": 2}
     return tk.Trainer(callbacks=list(callbacks), **{"devices": 1, **quiet, **here, **options})
 
 
 def generators() -> list[Any]:
     """The states of the global generators."""
-    return [random.getstate(), list(np.random.get_state()[1]), np.random.get_state()[2], torch.get_rng_state().tolist()]
+    return [
+        random.getstate(),
+        list(np.random.get_state()[1]),
+        np.random.get_state()[2],
+        torch.get_rng_state().tolist(),
+    ]
 
 
 def left_behind(made: tk.Trainer, module: Net, data: Any = None) -> dict[str, Any]:
     """Everything that may differ after a fit, as plain data."""
     dataset = getattr(data, "dataset", None)
     return {
-        "weights": {n: getattr(v, "_local_tensor", v).tolist() for n, v in module.state_dict().items()},
+        "weights": {
+            n: getattr(v, "_local_tensor", v).tolist() for n, v in module.state_dict().items()
+        },
         "optimizer": {
             key: {
-                name: getattr(value, "_local_tensor", torch.as_tensor(value)).tolist() for name, value in state.items()
+                name: getattr(value, "_local_tensor", torch.as_tensor(value)).tolist()
+                for name, value in state.items()
             }
             for key, state in made.optimizers[0].state_dict()["state"].items()
         },
@@ -108,7 +127,9 @@ def left_behind(made: tk.Trainer, module: Net, data: Any = None) -> dict[str, An
         "of the data": [
             getattr(dataset, "passes", 0),
             None if getattr(dataset, "rng", None) is None else dataset.rng.bit_generator.state,
-            None if getattr(data, "generator", None) is None else data.generator.get_state().tolist(),
+            None
+            if getattr(data, "generator", None) is None
+            else data.generator.get_state().tolist(),
         ],
     }
 

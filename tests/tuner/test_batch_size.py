@@ -26,13 +26,18 @@ def full_above(size: int, rank: int | None = None) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("mode", "init_val", "found"), [("power", 2, 16), ("binsearch", 2, 21), ("power", 40, 20), ("binsearch", 64, 21)]
+    ("mode", "init_val", "found"),
+    [("power", 2, 16), ("binsearch", 2, 21), ("power", 40, 20), ("binsearch", 64, 21)],
 )
 def test_the_largest_size_that_fits(mode: str, init_val: int, found: int) -> None:
     tk.seed_everything(3)
     module = Net(in_step=full_above(21))
     before = generators()
-    assert Tuner(trainer()).scale_batch_size(module, mode=mode, init_val=init_val) == found == module.batch_size
+    assert (
+        Tuner(trainer()).scale_batch_size(module, mode=mode, init_val=init_val)
+        == found
+        == module.batch_size
+    )
     assert (generators(), module.seen) == (before, [])
 
 
@@ -54,8 +59,15 @@ def test_no_size_that_was_not_tried_with_full_batches() -> None:
     data = Samples(10)
     loader = DataLoader(data, batch_size=3)
     assert scale_batch_size(trainer(), Net(), loader) == 8 == loader.batch_size
-    assert scale_batch_size(trainer(), Net(), loader, mode="binsearch") == 10 == loader.batch_sampler.batch_size
-    assert scale_batch_size(trainer(), Net(), DataLoader(data, 3, drop_last=True), mode="binsearch") == 10
+    assert (
+        scale_batch_size(trainer(), Net(), loader, mode="binsearch")
+        == 10
+        == loader.batch_sampler.batch_size
+    )
+    assert (
+        scale_batch_size(trainer(), Net(), DataLoader(data, 3, drop_last=True), mode="binsearch")
+        == 10
+    )
     assert scale_batch_size(trainer(), Net(), loader, max_trials=2) == 4
 
 
@@ -115,7 +127,9 @@ def test_two_ranks_agree_when_one_is_out_of_memory() -> None:
         assert scale_batch_size(made, module, mode=mode, init_val=4) == found == module.batch_size
         assert generators() == before
     module = Collating()
-    assert scale_batch_size(trainer(strategy="ddp", devices=2), module) == 8  # rank 1 cannot make the batch
+    assert (
+        scale_batch_size(trainer(strategy="ddp", devices=2), module) == 8
+    )  # rank 1 cannot make the batch
     with pytest.raises(tk.ConfigurationError, match="on several ranks"):
         scale_batch_size(trainer(strategy="fsdp", devices=2), Net())
 
@@ -133,7 +147,9 @@ def test_mistakes() -> None:
         scale_batch_size(trainer(), module, [torch.ones(2, 8)])
     with pytest.raises(tk.ConfigurationError, match="no batch size fits"):
         scale_batch_size(trainer(), Net(in_step=full_above(0)))
-    with pytest.raises(tk.ConfigurationError, match="an argument of the batch size search is wrong"):
+    with pytest.raises(
+        tk.ConfigurationError, match="an argument of the batch size search is wrong"
+    ):
         scale_batch_size(trainer(), Net(), mode="half")
     with pytest.raises(ValueError, match="user code"):
         scale_batch_size(trainer(), Net(in_step=_fail))

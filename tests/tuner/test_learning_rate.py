@@ -21,12 +21,16 @@ from trainer_kit.tuner import LearningRates, Tuner, lr_find
 LOADERS: dict[str, Any] = {
     "own": lambda: None,
     "shuffled": lambda: DataLoader(Samples(), batch_size=4, shuffle=True),
-    "generator": lambda: DataLoader(Samples(), 4, shuffle=True, generator=torch.Generator().manual_seed(9)),
+    "generator": lambda: DataLoader(
+        Samples(), 4, shuffle=True, generator=torch.Generator().manual_seed(9)
+    ),
     "stream": lambda: DataLoader(Stream(Samples()), batch_size=4),
 }
 
 
-def fitted(lr: float, loader: str, before: Any = None, *callbacks: Any, **options: Any) -> dict[str, Any]:
+def fitted(
+    lr: float, loader: str, before: Any = None, *callbacks: Any, **options: Any
+) -> dict[str, Any]:
     """What a fit leaves behind; ``before`` is called with trainer, module and loader, before it."""
     tk.seed_everything(11)
     module, data, made = Net(lr), LOADERS[loader](), trainer(*callbacks, **options)
@@ -53,7 +57,9 @@ def test_a_fit_after_a_search_is_the_fit_at_that_rate(loader: str) -> None:
     assert rates[0] is not None
 
 
-@pytest.mark.parametrize("options", [{"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}, {"max_steps": 5}])
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 3}, {"precision": "bf16-mixed"}, {"max_steps": 5}]
+)
 def test_with_arguments_of_the_trainer(options: dict[str, Any]) -> None:
     def search(made: Any, module: Any, data: Any) -> None:
         found = Tuner(made).lr_find(module, datamodule=None, num_training=40, update_attr=False)
@@ -101,7 +107,8 @@ def _raise() -> None:
 
 
 @pytest.mark.parametrize(
-    ("end", "kind"), [(_raise, ValueError), (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt)]
+    ("end", "kind"),
+    [(_raise, ValueError), (lambda: signal.raise_signal(signal.SIGINT), KeyboardInterrupt)],
 )
 def test_an_end_in_the_middle_leaves_no_trace(end: Any, kind: type[BaseException]) -> None:
     def search(made: Any, module: Any, data: Any) -> None:
@@ -115,7 +122,9 @@ def test_an_end_in_the_middle_leaves_no_trace(end: Any, kind: type[BaseException
 
 
 def test_the_callback_searches_before_the_first_step_and_not_in_a_resumed_fit() -> None:
-    def run(*callbacks: Any, lr: float, steps: int, path: Any = None) -> tuple[float, dict[str, Any]]:
+    def run(
+        *callbacks: Any, lr: float, steps: int, path: Any = None
+    ) -> tuple[float, dict[str, Any]]:
         tk.seed_everything(11)
         module = Net(lr)
         made = trainer(*callbacks, ModelCheckpoint("kept", every_n_train_steps=3, save_top_k=-1), max_steps=steps,
@@ -141,13 +150,22 @@ def test_the_rates_of_groups_keep_their_ratio_and_schedulers_do_not_count() -> N
     class Groups(Net):
         def configure_optimizers(self) -> Any:
             first, last = self.layers[0], self.layers[-1]
-            groups = [{"params": first.parameters()}, {"params": last.parameters(), "lr": self.lr / 10}]
+            groups = [
+                {"params": first.parameters()},
+                {"params": last.parameters(), "lr": self.lr / 10},
+            ]
             optimizer = torch.optim.SGD(groups, lr=self.lr)
-            optimizer.register_step_post_hook(lambda one, *_: rates.append([g["lr"] for g in one.param_groups]))
-            warm = torch.optim.lr_scheduler.OneCycleLR(optimizer, [self.lr, self.lr / 10], total_steps=3)
+            optimizer.register_step_post_hook(
+                lambda one, *_: rates.append([g["lr"] for g in one.param_groups])
+            )
+            warm = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, [self.lr, self.lr / 10], total_steps=3
+            )
             return [optimizer], [{"scheduler": warm, "interval": "step"}]
 
-    found = lr_find(trainer(), Groups(), min_lr=1e-6, max_lr=1e-2, num_training=5, update_attr=False)
+    found = lr_find(
+        trainer(), Groups(), min_lr=1e-6, max_lr=1e-2, num_training=5, update_attr=False
+    )
     assert found.results["lr"] == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3, 1e-2])
     assert [pair[0] for pair in rates] == found.results["lr"]
     assert [pair[1] for pair in rates] == pytest.approx([rate / 10 for rate in found.results["lr"]])
@@ -159,12 +177,16 @@ def test_it_ends_when_the_loss_grows_and_averages_a_window() -> None:
             return (self(batch) - 1).pow(2).sum()
 
     data = [torch.full((2, 32), 0.5), torch.full((4, 32), 1.0)] * 3
-    found = lr_find(trainer(), Exploding(), data, min_lr=1e-5, max_lr=10, num_training=60, update_attr=False)
+    found = lr_find(
+        trainer(), Exploding(), data, min_lr=1e-5, max_lr=10, num_training=60, update_attr=False
+    )
     assert 20 < len(found.losses) < 50
     assert all(map(torch.isfinite, torch.tensor(found.losses)))
     module = Exploding()
     first = (module(data[0]) - 1).pow(2).sum().item(), (module(data[1]) - 1).pow(2).sum().item()
-    both = lr_find(trainer(accumulate_grad_batches=2), module, data, num_training=3, update_attr=False)
+    both = lr_find(
+        trainer(accumulate_grad_batches=2), module, data, num_training=3, update_attr=False
+    )
     assert both.losses[0] == pytest.approx((2 * first[0] + 4 * first[1]) / 6)
 
 
@@ -227,7 +249,9 @@ def test_the_callback_in_a_sharded_fit_and_its_resume() -> None:
 
 def test_suggestions() -> None:
     rates = [10 ** (k / 10 - 6) for k in range(60)]
-    losses = [4 - 3 / (1 + 10 ** (-(k - 30) / 5)) + (0.4 * (k - 45) if k > 45 else 0) for k in range(60)]
+    losses = [
+        4 - 3 / (1 + 10 ** (-(k - 30) / 5)) + (0.4 * (k - 45) if k > 45 else 0) for k in range(60)
+    ]
     found = LearningRates(rates, losses)
     near = found.suggestions()
     assert 5e-4 < near["steepest"] < 2e-3
@@ -259,7 +283,10 @@ class Manual(Net):
     automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer, loss = self.optimizers(), torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1])
+        optimizer, loss = (
+            self.optimizers(),
+            torch.nn.functional.mse_loss(self.layers(batch[0]), batch[1]),
+        )
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
@@ -289,7 +316,9 @@ def test_fits_without_a_search(capsys: pytest.CaptureFixture[str]) -> None:
 class Named(Net):
     def configure_optimizers(self) -> Any:
         parts = {"first": self.layers[0], "last": self.layers[-1]}
-        return {name: torch.optim.SGD(part.parameters(), lr=self.lr) for name, part in parts.items()}
+        return {
+            name: torch.optim.SGD(part.parameters(), lr=self.lr) for name, part in parts.items()
+        }
 
 
 def test_mistakes() -> None:
@@ -311,6 +340,8 @@ def test_mistakes() -> None:
     del module.graph
     constant = [(torch.zeros(4, 8), torch.zeros(4, 1))]
     module.layers = torch.nn.Linear(8, 1, bias=False)
-    with pytest.raises(tk.ConfigurationError, match="the loss does not decrease at any learning rate"):
+    with pytest.raises(
+        tk.ConfigurationError, match="the loss does not decrease at any learning rate"
+    ):
         lr_find(trainer(), module, constant, num_training=20)
     assert module.lr == 1e-3

@@ -45,7 +45,11 @@ def output(*command: str | Path) -> str:
 
 def needed(objects: Iterable[Path]) -> list[str]:
     """Vendor libraries that these objects are linked against."""
-    found = {name for path in objects for name in re.findall(r"NEEDED.*\[(.*)\]", output("readelf", "-d", path))}
+    found = {
+        name
+        for path in objects
+        for name in re.findall(r"NEEDED.*\[(.*)\]", output("readelf", "-d", path))
+    }
     return sorted(name for name in found if VENDOR.match(name))
 
 
@@ -71,7 +75,11 @@ def divide(libraries: list[str], symbols: dict[str, set[str]]) -> dict[str, dict
                 parts[library][version] |= names
         begins = PREFIXES.get(base)
         if begins:
-            mine = {name for name in left if re.match(begins, name) and re.fullmatch(r"[A-Za-z_]\w*", name)}
+            mine = {
+                name
+                for name in left
+                if re.match(begins, name) and re.fullmatch(r"[A-Za-z_]\w*", name)
+            }
             parts[library][""] |= mine
             left -= mine
     return parts
@@ -80,13 +88,32 @@ def divide(libraries: list[str], symbols: dict[str, set[str]]) -> dict[str, dict
 def build(library: str, versions: dict[str, set[str]], directory: Path) -> Path:
     source, script, target = directory / "stub.c", directory / "versions.map", directory / library
     names = sorted(set().union(*versions.values())) if versions else []
-    source.write_text("\n".join([f"int {name}(void) {{ return 100; }}" for name in names] + ["int stub_only = 0;"]))
+    source.write_text(
+        "\n".join(
+            [f"int {name}(void) {{ return 100; }}" for name in names] + ["int stub_only = 0;"]
+        )
+    )
     script.write_text(
-        "".join(f"{v} {{ global: {'; '.join(sorted(of))}; }};\n" for v, of in versions.items() if v and of)
+        "".join(
+            f"{v} {{ global: {'; '.join(sorted(of))}; }};\n"
+            for v, of in versions.items()
+            if v and of
+        )
     )
     flags = [f"-Wl,--version-script={script}"] if script.read_text() else []
     subprocess.run(
-        ["gcc", "-w", "-shared", "-fPIC", "-nostdlib", "-o", target, source, f"-Wl,-soname,{library}", *flags],
+        [
+            "gcc",
+            "-w",
+            "-shared",
+            "-fPIC",
+            "-nostdlib",
+            "-o",
+            target,
+            source,
+            f"-Wl,-soname,{library}",
+            *flags,
+        ],
         check=True,
     )
     return target
@@ -100,7 +127,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         for library in libraries:
             shutil.copy(build(library, parts[library], Path(directory)), root / "lib")
-    print(f"{len(libraries)} libraries stand in for CUDA's: {', '.join(libraries) or 'all are there'}")
+    print(
+        f"{len(libraries)} libraries stand in for CUDA's: {', '.join(libraries) or 'all are there'}"
+    )
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ WORDS = ["xla"] if os.environ.get("CPU_NUM_DEVICES", "1") == "1" else ["xla", "x
 
 @pytest.mark.parametrize("word", WORDS)
 def test_the_same_losses(word: str, tmp_path: Path) -> None:
-    found = losses(word, str(tmp_path / word))  # ahead of the other: autograd counts devices when it is first used
+    found = losses(
+        word, str(tmp_path / word)
+    )  # ahead of the other: autograd counts devices when it is first used
     alone = losses("single_device", str(tmp_path / "alone"), "--devices", "1")
     assert list(found) == ["3", "6", "9"]
     assert found == pytest.approx(alone, abs=1e-5)

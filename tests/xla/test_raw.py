@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import trainer_kit as tk
 from trainer_kit.checkpoint.read import read_checkpoint
 
-torch_xla = pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own: make test-xla")
+torch_xla = pytest.importorskip(
+    "torch_xla", reason="torch_xla has an environment of its own: make test-xla"
+)
 
 from torch_xla.debug import metrics  # noqa: E402
 
@@ -29,7 +31,10 @@ def rows(count: int = 46) -> DataLoader[Any]:
     """Of the batches of eight that they make, the last one is ragged."""
     generator = torch.Generator().manual_seed(1)
     return DataLoader(
-        TensorDataset(torch.randn(count, 16, generator=generator), torch.randint(0, 4, (count,), generator=generator)),
+        TensorDataset(
+            torch.randn(count, 16, generator=generator),
+            torch.randint(0, 4, (count,), generator=generator),
+        ),
         batch_size=8,
         shuffle=True,
     )
@@ -50,7 +55,9 @@ def prepared(accelerator: tk.Accelerator, loader: Any = None) -> Any:
     return accelerator.prepare(model, optimizer, rows() if loader is None else loader, scheduler)
 
 
-def epoch(accelerator: tk.Accelerator, things: Any, tokens: bool = False, each: Any = None) -> list[Tensor | None]:
+def epoch(
+    accelerator: tk.Accelerator, things: Any, tokens: bool = False, each: Any = None
+) -> list[Tensor | None]:
     model, optimizer, loader, scheduler = things
     norms = []
     for x, y in loader:
@@ -72,7 +79,10 @@ def weights(model: nn.Module) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("tokens", [False, True])
 def test_it_is_the_same_loop(tokens: bool, tmp_path: Path) -> None:
-    there, here = made(True, gradient_accumulation_steps=2), made(False, gradient_accumulation_steps=2)
+    there, here = (
+        made(True, gradient_accumulation_steps=2),
+        made(False, gradient_accumulation_steps=2),
+    )
     assert there.distributed_type == tk.DistributedType.XLA
     assert (there.device.type, there.num_processes, there.is_main_process) == ("xla", 1, True)
     mine, theirs = prepared(there), prepared(here)
@@ -87,7 +97,9 @@ def test_it_is_the_same_loop(tokens: bool, tmp_path: Path) -> None:
 
     # A state of it, in the middle of an epoch, in one process of the host; and back.
     there.save_state(tmp_path / "state")
-    assert {tensor.device.type for tensor in read_checkpoint(tmp_path / "state")["model"].values()} == {"cpu"}
+    assert {
+        tensor.device.type for tensor in read_checkpoint(tmp_path / "state")["model"].values()
+    } == {"cpu"}
     there.save_model(mine[0], tmp_path / "model")
     assert (tmp_path / "model" / "model.safetensors").is_file()
     epoch(here, theirs, tokens)
@@ -141,7 +153,15 @@ def test_the_launcher_starts_it(tmp_path: Path) -> None:
     (tmp_path / "tpu.yaml").write_text(
         "distributed_type: TPU\nmixed_precision: bf16\nnum_processes: 1\ntpu_env: [A=1]\n"
     )
-    command = [sys.executable, "-m", "trainer_kit", "launch", "--config_file", "tpu.yaml", "train.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer_kit",
+        "launch",
+        "--config_file",
+        "tpu.yaml",
+        "train.py",
+    ]
     done = subprocess.run(
         command,
         cwd=tmp_path,

@@ -15,7 +15,9 @@ import trainer_kit as tk
 from trainer_kit.checkpoint.read import read_checkpoint
 from trainer_kit.core.errors import StrategyError
 
-torch_xla = pytest.importorskip("torch_xla", reason="torch_xla has an environment of its own: make test-xla")
+torch_xla = pytest.importorskip(
+    "torch_xla", reason="torch_xla has an environment of its own: make test-xla"
+)
 
 from torch_xla.debug import metrics  # noqa: E402
 
@@ -45,7 +47,9 @@ class Net(tk.TrainModule):
     def __init__(self, dropout: float = 0.0, weighs: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4))
+        self.net = nn.Sequential(
+            nn.Linear(16, 32), nn.GELU(), nn.Dropout(dropout), nn.Linear(32, 4)
+        )
         self.dtypes: set[torch.dtype] = set()
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
@@ -78,7 +82,9 @@ def rows() -> DataLoader[Any]:
 
 def trainer(parts: bool | None, root: Path, **options: Any) -> tk.Trainer:
     where: dict[str, Any] = (
-        {"accelerator": "cpu"} if parts is None else {"strategy": XLAStrategy(shard_parameters=parts)}
+        {"accelerator": "cpu"}
+        if parts is None
+        else {"strategy": XLAStrategy(shard_parameters=parts)}
     )
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     return tk.Trainer(**{**where, **quiet, "max_epochs": 2, "default_root_dir": root, **options})
@@ -93,7 +99,9 @@ OPTIONS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2}, {"gradient_
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "accumulated", "clipped"])
 @pytest.mark.parametrize("kind", [Net, Tokens])
-def test_it_is_the_same_training(parts: bool, options: dict[str, Any], kind: type[Net], tmp_path: Path) -> None:
+def test_it_is_the_same_training(
+    parts: bool, options: dict[str, Any], kind: type[Net], tmp_path: Path
+) -> None:
     there, here = kind(), kind()
     run = trainer(parts, tmp_path / "xla", **options)
     run.fit(there, rows(), rows())
@@ -110,7 +118,9 @@ def test_a_step_is_compiled_once(parts: bool, tmp_path: Path) -> None:
     compiled: list[int] = []
 
     class Counts(tk.Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        def on_train_batch_end(
+            self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+        ) -> None:
             if trainer.current_epoch > 0 and batch_idx > 1:
                 compiled.append((metrics.metric_data("CompileTime") or (0,))[0])
 
@@ -130,7 +140,9 @@ def test_evaluation_and_prediction(parts: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(there, here, rtol=1e-5, atol=1e-6)
 
 
-def test_a_resumed_run_ends_with_the_same_bits_and_any_engine_reads_its_state(parts: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_ends_with_the_same_bits_and_any_engine_reads_its_state(
+    parts: bool, tmp_path: Path
+) -> None:
     whole = Net(dropout=0.3)
     tk.seed_everything(5)
     trainer(parts, tmp_path / "whole").fit(whole, rows())

@@ -163,7 +163,9 @@ class Accelerator:
     should_save_model = True
     use_seedable_sampler = True  # the data order is always a function of seed and epoch
     use_stateful_dataloader = True  # positions of loaders are always part of a saved state
-    _reset_state = staticmethod(forget_newest)  # Accelerate scripts call it between two Accelerators
+    _reset_state = staticmethod(
+        forget_newest
+    )  # Accelerate scripts call it between two Accelerators
     # Lists of the parts, which Accelerate scripts read and may replace.
     log_with = _list_of("tracking", "log_with")
     trackers = _list_of("tracking", "started")
@@ -217,7 +219,9 @@ class Accelerator:
         self.dataloader_config = named_loaders(dataloader_config, split_batches)
         self.dynamo_plugin = dynamo_plugin or named_dynamo(dynamo_backend)
         self._project, self.rng_types = named_project(project_config, project_dir), rng_types
-        self.accumulation = made_accumulation(plugin, steps, chosen_steps, self.strategy, self.precision.name)
+        self.accumulation = made_accumulation(
+            plugin, steps, chosen_steps, self.strategy, self.precision.name
+        )
         self.processes = AcceleratorProcesses(self.environment, self.strategy, debugging)
         self.prepared = Prepared(
             *(self.processes, self.strategy, self.precision, self.accumulation),
@@ -237,7 +241,9 @@ class Accelerator:
         self.profile_handler: ProfileKwargs = options.get(ProfileKwargs) or ProfileKwargs()
         self.autocast_handler: AutocastKwargs | None = options.get(AutocastKwargs)
         self.scaler_handler: GradScalerKwargs | None = options.get(GradScalerKwargs)
-        self.ddp_handler: DistributedDataParallelKwargs | None = options.get(DistributedDataParallelKwargs)
+        self.ddp_handler: DistributedDataParallelKwargs | None = options.get(
+            DistributedDataParallelKwargs
+        )
         self.init_handler: InitProcessGroupKwargs | None = options.get(InitProcessGroupKwargs)
         self._engine_options = options
         project = self._project
@@ -289,12 +295,17 @@ class Accelerator:
         """
         return self.prepared.prepare_model(model, device_placement, evaluation_mode)
 
-    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> AcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: Any, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
         """Wrap an optimizer, so that it steps only when gradients are complete."""
         return self.prepared.prepare_optimizer(optimizer)
 
     def prepare_data_loader(
-        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+        self,
+        data_loader: Any,
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Any = None,
     ) -> PreparedLoader:
         """Shard a loader over the processes; see `PreparedLoader`. Collective call.
 
@@ -316,7 +327,9 @@ class Accelerator:
         """
         return self.prepared.prepare_scheduler(scheduler)
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> Any:
         """Return the user's model, without the wrappers of `prepare`.
 
         Args:
@@ -436,7 +449,9 @@ class Accelerator:
         """Unscale fp16 gradients, and correct them for their window's weights; by default for all optimizers."""
         self.prepared.unscale_gradients(optimizer)
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor | None:
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
         """Clip gradients by their total norm over ``parameters``, at the end of a window only.
 
         Args:
@@ -463,7 +478,9 @@ class Accelerator:
             clip_value: the largest absolute value of an element.
         """
         if self.accumulation.sync:
-            self.strategy.clip_gradients(self.prepared.complete_gradients(parameters), clip_value, "value")
+            self.strategy.clip_gradients(
+                self.prepared.complete_gradients(parameters), clip_value, "value"
+            )
 
     @contextmanager
     def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
@@ -472,7 +489,10 @@ class Accelerator:
         context: Any = self.precision.forward_context()
         if chosen is not None and isinstance(context, torch.autocast):
             context = torch.autocast(
-                self.device.type, context.fast_dtype, enabled=chosen.enabled, cache_enabled=chosen.cache_enabled
+                self.device.type,
+                context.fast_dtype,
+                enabled=chosen.enabled,
+                cache_enabled=chosen.cache_enabled,
             )
         with context or nullcontext():
             yield
@@ -520,7 +540,9 @@ class Accelerator:
         Raises:
             StrategyError: a sequence cannot be sharded evenly, or no attention was called.
         """
-        return self.parallel_ranks.divided_sequences(buffers or (), buffer_seq_dims or (), no_restore_buffers or ())
+        return self.parallel_ranks.divided_sequences(
+            buffers or (), buffer_seq_dims or (), no_restore_buffers or ()
+        )
 
     @property
     def sync_gradients(self) -> bool:
@@ -530,7 +552,9 @@ class Accelerator:
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
         if sync not in (True, False):
-            raise ConfigurationError("sync_gradients is True or False", found=f"sync_gradients={sync!r}")
+            raise ConfigurationError(
+                "sync_gradients is True or False", found=f"sync_gradients={sync!r}"
+            )
         self.accumulation.set_sync(bool(sync))
 
     @property
@@ -576,7 +600,9 @@ class Accelerator:
         Raises:
             ConfigurationError: on every process, if the batch has repeated samples and a value has no entry per sample.
         """
-        return self.collectives.gather_for_metrics(input_data, use_gather_object, self.accumulation.batches)
+        return self.collectives.gather_for_metrics(
+            input_data, use_gather_object, self.accumulation.batches
+        )
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """Reduce nested tensors over the processes; the arguments do not change.
@@ -593,7 +619,9 @@ class Accelerator:
         """
         return self.collectives.reduce(tensor, reduction, scale)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
         """Pad nested tensors along ``dim`` to the largest length on any process, so that they can be gathered.
 
         Args:
@@ -650,11 +678,15 @@ class Accelerator:
         """Decorator: only process ``process_index`` calls ``function``."""
         return self.processes.on_process(function, process_index)
 
-    def on_local_process(self, function: _F | None = None, local_process_index: int | None = None) -> Any:
+    def on_local_process(
+        self, function: _F | None = None, local_process_index: int | None = None
+    ) -> Any:
         """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
         return self.processes.on_local_process(function, local_process_index)
 
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
         """Yield this process's part of a list, a tuple, a tensor, or a dict of these; the first processes get one more.
 
         Args:
@@ -786,7 +818,9 @@ class Accelerator:
     @property
     def fsdp_plugin(self) -> FullyShardedDataParallelPlugin | None:
         """The options of FSDP, from the argument or the launcher, if it runs; None for ``strategy=`` objects too."""
-        found: FullyShardedDataParallelPlugin | None = self._engine_options.get(FullyShardedDataParallelPlugin)
+        found: FullyShardedDataParallelPlugin | None = self._engine_options.get(
+            FullyShardedDataParallelPlugin
+        )
         runs = self.distributed_type == DistributedType.FSDP or self.strategy.mesh is not None
         return found if runs else None
 
@@ -863,7 +897,9 @@ class Accelerator:
             raise ConfigurationError(
                 "the precision of an Accelerator cannot change",
                 found=f"native_amp={on} with mixed_precision={self.mixed_precision!r}",
-                fix='Accelerator(mixed_precision="fp16" or "bf16")' if on else 'Accelerator(mixed_precision="no")',
+                fix='Accelerator(mixed_precision="fp16" or "bf16")'
+                if on
+                else 'Accelerator(mixed_precision="no")',
             )
 
     @property
@@ -965,7 +1001,9 @@ class Accelerator:
             CheckpointError: a value cannot be saved (the message has its key), or the storage fails.
         """
         with self.collectives.during("save_state"):
-            return self.checkpoints.save_state(output_dir, safe_serialization, self.tracking.version)
+            return self.checkpoints.save_state(
+                output_dir, safe_serialization, self.tracking.version
+            )
 
     def load_state(
         self,
@@ -1048,10 +1086,14 @@ class Accelerator:
         self.tracking.start(project_name, config, init_kwargs, self._report_facts)
 
     def _report_facts(self) -> dict[str, Any]:
-        rows = [["Accelerator", name, str(one.value), one.origin] for name, one in self.origins.items()]
+        rows = [
+            ["Accelerator", name, str(one.value), one.origin] for name, one in self.origins.items()
+        ]
         return {"explain": str(self.explain()), "configuration": rows}
 
-    def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None
+    ) -> None:
         """Log values with every tracker, on the main process.
 
         Args:

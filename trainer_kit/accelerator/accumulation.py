@@ -108,18 +108,27 @@ class Accumulation:
         self._quiet = quiet
         self._complete = complete
         self._count = 0  # micro-batches since the window began
-        self._position = 0  # micro-batches that count toward `steps`; differs from `_count` after `place`
+        self._position = (
+            0  # micro-batches that count toward `steps`; differs from `_count` after `place`
+        )
         self._depth = 0  # open contexts
         self._silences: list[AbstractContextManager[None] | None] = []  # one for each open context
-        self._asked: set[tuple[int, ...]] = set()  # ids of models, one entry per context of this micro-batch
-        self._batch: tuple[Batches | None, int] = (None, 0)  # the loader and its batch of this micro-batch
+        self._asked: set[tuple[int, ...]] = (
+            set()
+        )  # ids of models, one entry per context of this micro-batch
+        self._batch: tuple[Batches | None, int] = (
+            None,
+            0,
+        )  # the loader and its batch of this micro-batch
         self._reference: float | None = None  # the divisor of losses
         self._expected = 0.0  # the total weight at which gradients need no correction
         self._known = 0.0  # weight of the earlier micro-batches, over all processes
         self._mine = 0.0  # the same, where each process knows only its own weight
         self._weight = 0.0  # of this micro-batch
         self._shared = True  # whether `_weight` covers all processes
-        self._counts = False  # whether weights are those of batches, so that gradients can be corrected
+        self._counts = (
+            False  # whether weights are those of batches, so that gradients can be corrected
+        )
         self._explicit = False  # whether the user passes weights
         self._asks = False  # whether the weights of other processes are unknown
         self._done = False  # whether an optimizer has stepped with this window
@@ -334,13 +343,17 @@ class Accumulation:
         else:
             mine += self._weight
         if self._asks:
-            among = self.losses if self._explicit else self.data  # all parts of a batch have its full weight
+            among = (
+                self.losses if self._explicit else self.data
+            )  # all parts of a batch have its full weight
             found += sum(row[0] for row in among.agree([mine]))
             self.corrected.add(optimizer)
         if found == self._expected:
             return
         if not found > 0:
-            raise ConfigurationError("the weights of a step sum to zero or less", found=f"sum of weights {found:g}")
+            raise ConfigurationError(
+                "the weights of a step sum to zero or less", found=f"sum of weights {found:g}"
+            )
         self.corrected.add(optimizer)
         if gradients is None:
             gradients = local_gradients(optimizer)

@@ -110,6 +110,8 @@ def find_executable_batch_size(
             size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
             while keep_global_batch and size > 0 and starting_batch_size % size:
                 size -= 1
-        raise _NoBatchSizeError("no executable batch size was found", found=f"down from {starting_batch_size} to 0")
+        raise _NoBatchSizeError(
+            "no executable batch size was found", found=f"down from {starting_batch_size} to 0"
+        )
 
     return search

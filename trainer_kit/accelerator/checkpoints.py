@@ -19,8 +19,19 @@ from trainer_kit.accelerator.accumulation import Accumulation
 from trainer_kit.accelerator.prepared import Prepared
 from trainer_kit.accelerator.processes import Processes
 from trainer_kit.accelerator.wrapping import unwrap
-from trainer_kit.checkpoint.commit import clean_incomplete, io_failure, remove_checkpoint, stage, write_checkpoint
-from trainer_kit.checkpoint.deepspeed import DeepSpeedContent, DeepSpeedFiles, deepspeed_content, find_deepspeed
+from trainer_kit.checkpoint.commit import (
+    clean_incomplete,
+    io_failure,
+    remove_checkpoint,
+    stage,
+    write_checkpoint,
+)
+from trainer_kit.checkpoint.deepspeed import (
+    DeepSpeedContent,
+    DeepSpeedFiles,
+    deepspeed_content,
+    find_deepspeed,
+)
 from trainer_kit.checkpoint.files import tied_names
 from trainer_kit.checkpoint.manifest import check_content, read_manifest
 from trainer_kit.checkpoint.read import missing_checkpoint, read_checkpoint
@@ -132,7 +143,9 @@ class Checkpoints:
         """Collect a state; collective call. The result is equal on all processes, except for each process's buffers."""
         names = self._names()
         state: dict[str, Any] = {_part(i): dict(part) for i, part in weights.items()}
-        state["optimizers"] = [optimizer_state(self._strategy, one, names) for one in self._optimizers]
+        state["optimizers"] = [
+            optimizer_state(self._strategy, one, names) for one in self._optimizers
+        ]
         state["precision"] = self._precision.state_dict()
         state["window"] = self._accumulation.state_dict()
 
@@ -145,12 +158,20 @@ class Checkpoints:
             own.extend(own_buffers(self._strategy, module) for module in self._modules)
             return rng_state(self._strategy.device), loaders, self._strategy.data.rank, version
 
-        state["rng"], loaders, ranks, versions = map(list, zip(*on_every_rank(self._world, collect_here), strict=True))
+        state["rng"], loaders, ranks, versions = map(
+            list, zip(*on_every_rank(self._world, collect_here), strict=True)
+        )
         state["data_ranks"] = ranks
-        by_rank = dict(zip(reversed(ranks), reversed(loaders), strict=True))  # the first rank of those with equal data
-        state["loaders"] = [list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)]
+        by_rank = dict(
+            zip(reversed(ranks), reversed(loaders), strict=True)
+        )  # the first rank of those with equal data
+        state["loaders"] = [
+            list(one) for one in zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+        ]
         buffers = self._world.gather_object(own)
-        if buffers is not None and any(any(theirs) for theirs in buffers):  # None on all but the writing process
+        if buffers is not None and any(
+            any(theirs) for theirs in buffers
+        ):  # None on all but the writing process
             state["buffers"] = buffers
         advances = [one.times for one in self._prepared.schedulers]
         state["progress"] = {
@@ -175,7 +196,9 @@ class Checkpoints:
 
     # -- states ----------------------------------------------------------------------------------------------------
 
-    def save_state(self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, version: str) -> str:
+    def save_state(
+        self, output_dir: str | os.PathLike[str] | None, safe_serialization: bool, version: str
+    ) -> str:
         """Save all prepared and registered objects, and the random generators.
 
         Args:
@@ -201,7 +224,9 @@ class Checkpoints:
         target = self._agreed(path)
         modules = self._modules
         strategy = self._strategy
-        held = fail_together(self._world, lambda: [strategy.module_state(module) for module in modules])
+        held = fail_together(
+            self._world, lambda: [strategy.module_state(module) for module in modules]
+        )
         weights = [without_own_buffers(strategy, *pair) for pair in zip(modules, held, strict=True)]
         work = Path(on_rank_zero(self._world, lambda: str(_stage(target))))
 
@@ -229,9 +254,18 @@ class Checkpoints:
         }
 
         if self._strategy.sharded:
-            from trainer_kit.checkpoint.sharded import write_sharded  # importing torch's planner takes half a second
+            from trainer_kit.checkpoint.sharded import (
+                write_sharded,
+            )  # importing torch's planner takes half a second
 
-            write_sharded(target, state, info=info, group=self._world.side_group(), overwrite=True, staged=work)
+            write_sharded(
+                target,
+                state,
+                info=info,
+                group=self._world.side_group(),
+                overwrite=True,
+                staged=work,
+            )
 
         def write() -> None:
             if not self._strategy.sharded:
@@ -248,14 +282,20 @@ class Checkpoints:
 
         like: dict[str, Any] = {}
         elsewhere: dict[str, Collection[str]] = {}
-        every = fail_together(self._world, lambda: [held_of(self._strategy, module) for module in self._modules])
+        every = fail_together(
+            self._world, lambda: [held_of(self._strategy, module) for module in self._modules]
+        )
         for i, (held, absent) in enumerate(every):
-            elsewhere = dict.fromkeys(("model", "optimizers"), absent)  # such a strategy has one model
+            elsewhere = dict.fromkeys(
+                ("model", "optimizers"), absent
+            )  # such a strategy has one model
             for name, tensor in held.items():
                 like[name] = like[f"{i}.{name}"] = tensor
         return read_divided(path, like, elsewhere=elsewhere, group=self._world.side_group())
 
-    def load_state(self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]) -> str | None:
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None, load_options: Mapping[str, Any]
+    ) -> str | None:
         """Restore a state of `save_state` or DeepSpeed; the same objects must be prepared in the same order.
 
         Args:
@@ -295,8 +335,12 @@ class Checkpoints:
                     continue
                 if _part(i) not in state:
                     raise _no_weights(path, i, unwrap(model))
-                if "assign" in load_options and not (self._strategy.sharded or self._strategy.owns_step):
-                    load_module_weights(unwrap(model), state[_part(i)], **{"strict": True, **load_options})
+                if "assign" in load_options and not (
+                    self._strategy.sharded or self._strategy.owns_step
+                ):
+                    load_module_weights(
+                        unwrap(model), state[_part(i)], **{"strict": True, **load_options}
+                    )
                 else:
                     strict = bool(load_options.get("strict", True))
                     self._strategy.load_module_state(unwrap(model), state[_part(i)], strict)
@@ -327,10 +371,16 @@ class Checkpoints:
         names = self._names()
         # A hook may have removed a model from the state.
         saved_models = [(i, state.get(_part(i), {})) for i in range(len(prepared.models))]
-        weights = {self._name(i, name): value for i, kept in saved_models for name, value in kept.items()}
+        weights = {
+            self._name(i, name): value for i, kept in saved_models for name, value in kept.items()
+        }
         changed: dict[int, Mapping[str, Any]] = {}
-        for optimizer, groups, saved in zip(self._optimizers, owned, state["optimizers"], strict=True):
-            changed[id(optimizer)] = restore_optimizer(self._strategy, optimizer, groups, saved, names, say, weights)
+        for optimizer, groups, saved in zip(
+            self._optimizers, owned, state["optimizers"], strict=True
+        ):
+            changed[id(optimizer)] = restore_optimizer(
+                self._strategy, optimizer, groups, saved, names, say, weights
+            )
         for scheduler, saved in zip(prepared.schedulers, state["schedulers"], strict=True):
             stepped = getattr(scheduler.scheduler, "optimizer", None)
             kept = changed.get(id(OptimizerProxy.unwrapped(stepped)), {})
@@ -343,7 +393,9 @@ class Checkpoints:
         for loader, saved in zip(prepared.loaders, state["loaders"], strict=True):
             loader.load_states(saved)
         if prepared.data_seed is not None and seeds != [loader.seed for loader in prepared.loaders]:
-            say(f"load_state: the data keep the order of the state, not that of seed={prepared.data_seed}")
+            say(
+                f"load_state: the data keep the order of the state, not that of seed={prepared.data_seed}"
+            )
 
     def _compare_schedulers(self, before: list[int] | None) -> None:
         """Warn if the number of scheduler steps per optimizer step differs from the saved run."""
@@ -368,10 +420,17 @@ class Checkpoints:
             models = state["progress"]["models"]
         counts = {"models": (models, len(self._prepared.models) if models else 0)}
         counts.update({kind: (len(state.get(kind, ())), len(now)) for kind, now in kinds.items()})
-        wrong = [f"{kind}: {then} saved, {now} prepared" for kind, (then, now) in counts.items() if then != now]
+        wrong = [
+            f"{kind}: {then} saved, {now} prepared"
+            for kind, (then, now) in counts.items()
+            if then != now
+        ]
         if wrong:
             raise CheckpointError(
-                path, None, "; ".join(wrong), fix="first prepare and register the same objects in the same order"
+                path,
+                None,
+                "; ".join(wrong),
+                fix="first prepare and register the same objects in the same order",
             )
 
     def _agreed(self, path: str | os.PathLike[str]) -> Path:
@@ -398,7 +457,9 @@ class Checkpoints:
                     f"checkpoint {bad.name} rejected: {problem.reason}; falling back to {newest and newest.name}"
                 )
             if newest is None:
-                raise missing_checkpoint(root, "this directory contains no checkpoint that can be loaded")
+                raise missing_checkpoint(
+                    root, "this directory contains no checkpoint that can be loaded"
+                )
             return str(newest)
 
         return Path(on_rank_zero(self._world, newest_sound))
@@ -407,7 +468,11 @@ class Checkpoints:
         root = self._root("save_state", "pass it, or let Accelerator(project_dir=...) name it")
 
         def next_number() -> int:
-            numbers = [int(match[1]) for name in _entries(root) if (match := _NUMBER_IN_USE.fullmatch(name))]
+            numbers = [
+                int(match[1])
+                for name in _entries(root)
+                if (match := _NUMBER_IN_USE.fullmatch(name))
+            ]
             return max([self._project.iteration, *(number + 1 for number in numbers)])
 
         self._project.iteration = on_rank_zero(self._world, next_number)
@@ -419,7 +484,9 @@ class Checkpoints:
         if limit is None or not self._project.automatic_checkpoint_naming:
             return
         paths = [record.path for record in checkpoints(newest.parent)]
-        older = [path for path in paths if _NUMBERED.fullmatch(path.name) and path.name != newest.name]
+        older = [
+            path for path in paths if _NUMBERED.fullmatch(path.name) and path.name != newest.name
+        ]
         for old in older[: max(0, len(older) + 1 - max(1, limit))]:
             remove_checkpoint(old)
             shutil.rmtree(_beside(Path(str(old))), ignore_errors=True)
@@ -459,9 +526,13 @@ class Checkpoints:
             if hasattr(value, "full_tensor"):
                 value = value.full_tensor()
             if held is not None:
-                value = self._sent(value, next(rank for rank, theirs in enumerate(held) if name in theirs))
+                value = self._sent(
+                    value, next(rank for rank, theirs in enumerate(held) if name in theirs)
+                )
             if self._processes.is_main_process:
-                found[name] = value.cpu() if isinstance(value, Tensor) else value  # sync point: a checkpoint
+                found[name] = (
+                    value.cpu() if isinstance(value, Tensor) else value
+                )  # sync point: a checkpoint
         return found
 
     def _sent(self, value: Any, source: int) -> Any:
@@ -511,7 +582,9 @@ class Checkpoints:
             for file in made:
                 os.replace(file, target / file.name)
             work.rmdir()
-            for old in set(target.glob("model*.safetensors*")) - {target / file.name for file in made}:
+            for old in set(target.glob("model*.safetensors*")) - {
+                target / file.name for file in made
+            }:
                 old.unlink()  # last: until here one of the two is complete
 
         on_rank_zero(self._world, write)
@@ -543,7 +616,9 @@ def write_object(obj: Any, f: str | os.PathLike[str], safe_serialization: bool) 
         part.unlink(missing_ok=True)
 
 
-def _weights_by_model(weights: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> dict[int, Any]:
+def _weights_by_model(
+    weights: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]
+) -> dict[int, Any]:
     """Return the weights that hooks have left, by the index of their model.
 
     Args:
@@ -580,7 +655,11 @@ def _part(index: int) -> str:
 
 def _check_exists(path: Path) -> None:
     if not path.is_dir():
-        reason = "this is a file, not a directory of a state" if path.exists() else "this path contains no checkpoint"
+        reason = (
+            "this is a file, not a directory of a state"
+            if path.exists()
+            else "this path contains no checkpoint"
+        )
         raise missing_checkpoint(path, reason, fix=similar(path))
 
 
@@ -627,7 +706,9 @@ def _on_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
     moved: dict[int, Any] = {}  # a tied weight stays one tensor
     for value in state.values():
         if id(value) not in moved:
-            moved[id(value)] = value.cpu() if isinstance(value, Tensor) else value  # sync point: a checkpoint
+            moved[id(value)] = (
+                value.cpu() if isinstance(value, Tensor) else value
+            )  # sync point: a checkpoint
     return {name: moved[id(value)] for name, value in state.items()}
 
 
@@ -671,9 +752,14 @@ def _load_deepspeed(
     """
     world: Group = strategy.world
     content: DeepSpeedContent = fail_together(world, lambda: deepspeed_content(theirs))
-    prepared = [f"{len(several)} {what}" for several, what in ((models, "models"), (optimizers, "optimizers"))]
+    prepared = [
+        f"{len(several)} {what}"
+        for several, what in ((models, "models"), (optimizers, "optimizers"))
+    ]
     if len(models) != 1 or len(optimizers) > 1:
-        raise CheckpointError(path, None, f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}")
+        raise CheckpointError(
+            path, None, f"DeepSpeed saves one model and one optimizer, not {' and '.join(prepared)}"
+        )
     _check_schedule(path, content.schedule, schedulers)
 
     (model,), weights = models, dict[str, Any]()
@@ -686,9 +772,13 @@ def _load_deepspeed(
             called = [[names.get(id(parameter), "") for parameter in group] for group in groups]
             _place(path, content, called)
             _restore(path, content, strategy, optimizer, groups, names, called, say)
-        weights.update({name: value for name, value in content.weights.items() if name not in absent})
+        weights.update(
+            {name: value for name, value in content.weights.items() if name not in absent}
+        )
         for name, parameter in named_state(model).items() if content.placed else ():
-            weights[name] = weights[names[id(parameter)]]  # a shared parameter has one master weight
+            weights[name] = weights[
+                names[id(parameter)]
+            ]  # a shared parameter has one master weight
 
     fail_together(world, fill)
     fail_together(world, lambda: strategy.load_module_state(model, weights, strict=True))
@@ -727,7 +817,9 @@ def _place(path: Path, content: DeepSpeedContent, called: Sequence[Sequence[str]
     sizes, own = [len(group) for group in content.placed], [len(group) for group in called]
     if sizes != own:
         raise CheckpointError(
-            path, "optimizer", f"groups of {sizes} parameters were saved, and groups of {own} are here"
+            path,
+            "optimizer",
+            f"groups of {sizes} parameters were saved, and groups of {own} are here",
         )
     for group, names in zip(content.placed, called, strict=True):
         for state, name in zip(group, names, strict=True):
@@ -755,7 +847,9 @@ def _restore(
             fix="load weights alone: model.load_state_dict(trainer_kit.checkpoint.read_weights(path)) before prepare",
         )  # fmt: skip
     if missing:
-        say(f"{path.name} has no moments of {missing[0]}{', …' if missing[1:] else ''}: they begin at zero")
+        say(
+            f"{path.name} has no moments of {missing[0]}{', …' if missing[1:] else ''}: they begin at zero"
+        )
     groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     for group, rate in zip(groups, content.rates, strict=False):
         group["lr"] = rate

@@ -17,7 +17,13 @@ from torch import distributed as dist
 
 from trainer_kit.accelerator.joint_calls import JointCalls
 from trainer_kit.accelerator.repeated_samples import NOTHING, drop_repeats, refusal
-from trainer_kit.core.collective_errors import compare, on_every_rank, same_everywhere, shape_of, signature
+from trainer_kit.core.collective_errors import (
+    compare,
+    on_every_rank,
+    same_everywhere,
+    shape_of,
+    signature,
+)
 from trainer_kit.core.errors import ConfigurationError, RankError, did_you_mean
 from trainer_kit.core.protocols import Group
 from trainer_kit.core.tensors import map_leaves, map_tensors, require_tensor, tensors_of
@@ -45,13 +51,19 @@ class Collectives:
     """
 
     def __init__(
-        self, world: Group, data: Group | None = None, debug: bool = False, calls: JointCalls | None = None
+        self,
+        world: Group,
+        data: Group | None = None,
+        debug: bool = False,
+        calls: JointCalls | None = None,
     ) -> None:
         self.world = world
         self.data = world if data is None else data
         self.debug = debug
         self._calls = calls
-        self._several = world.size > 1 and dist.is_initialized()  # processes of torch_xla have no store
+        self._several = (
+            world.size > 1 and dist.is_initialized()
+        )  # processes of torch_xla have no store
         self.triggered = False
 
     def during(self, call: str, data: Any = None) -> AbstractContextManager[None]:
@@ -155,7 +167,9 @@ class Collectives:
         """
         with self.during("broadcast", data):
             same_everywhere(self.world, f"broadcast from process {source}", data)
-            return _map_strictly(data, lambda tensor: self.world.broadcast(tensor.detach().clone(), source))
+            return _map_strictly(
+                data, lambda tensor: self.world.broadcast(tensor.detach().clone(), source)
+            )
 
     def broadcast_object_list(self, values: list[Any], source: int) -> list[Any]:
         """Replace ``values`` in place with the small picklable values of process ``source``."""
@@ -278,17 +292,25 @@ def _lengths(
         if -tensor.ndim <= dim < tensor.ndim:
             mine.append(shape[dim])
             shape[dim] = "*"
-        return f"({', '.join(map(str, shape))}) {tensor.dtype}" if alike else f"{tensor.ndim} dimensions"
+        return (
+            f"({', '.join(map(str, shape))}) {tensor.dtype}"
+            if alike
+            else f"{tensor.ndim} dimensions"
+        )
 
     text = f"{call}({signature(data, described)})"
     rows = compare(group, text, (mine[0] if mine else 0, float(len(set(mine)) < 2), size))
     sizes = [int(row[2]) for row in rows]
     if all(row[1] for row in rows):
         return [[int(row[0]) for row in rows]] * len(mine), sizes
-    return [list(map(int, theirs)) for theirs in zip(*group.agree(list(map(float, mine))), strict=True)], sizes
+    return [
+        list(map(int, theirs)) for theirs in zip(*group.agree(list(map(float, mine))), strict=True)
+    ], sizes
 
 
-def _padded(tensor: Tensor, longest: int, dim: int = 0, value: float = 0, first: bool = False) -> Tensor:
+def _padded(
+    tensor: Tensor, longest: int, dim: int = 0, value: float = 0, first: bool = False
+) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = longest - shape[dim]
     if not shape[dim]:
@@ -326,7 +348,10 @@ def _compare_calls(group: Group, call: str, data: Any) -> None:
             everyone.append(json.loads(store.get(key)))
     if all(found is not None and found["call"] == mine["call"] for found in everyone):
         return
-    lines = [f"process {rank}: {_described_call(found, store, rank)}" for rank, found in enumerate(everyone)]
+    lines = [
+        f"process {rank}: {_described_call(found, store, rank)}"
+        for rank, found in enumerate(everyone)
+    ]
     raise RankError(
         f"the processes make different calls: {call}",
         found="; ".join(lines),

@@ -74,10 +74,22 @@ _PLUGINS: Final[dict[str, type]] = {
 }
 
 _EVERYWHERE: Final = ("tensorboard", "csv", "jsonl")  # the trackers of log_with="all"
-_IF_INSTALLED: Final = ("wandb", "mlflow", "comet_ml", "clearml", "aim", "dvclive", "swanlab", "trackio")
+_IF_INSTALLED: Final = (
+    "wandb",
+    "mlflow",
+    "comet_ml",
+    "clearml",
+    "aim",
+    "dvclive",
+    "swanlab",
+    "trackio",
+)
 
 # Plugins by the launcher's names; DeepSpeed's plugin is passed with the other DeepSpeed plugins.
-_LAUNCHED: Final[dict[str, type]] = {"FSDP": FullyShardedDataParallelPlugin, "MEGATRON_LM": MegatronLMPlugin}
+_LAUNCHED: Final[dict[str, type]] = {
+    "FSDP": FullyShardedDataParallelPlugin,
+    "MEGATRON_LM": MegatronLMPlugin,
+}
 
 
 def engine_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -108,14 +120,20 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type
         ConfigurationError: an option is given twice, or is none of its kind.
     """
     found: dict[type, Any] = {}
-    given = {**given, "deepspeed_plugin": next(iter(deepspeed.values()), None), "deepspeed_plugins": None}
+    given = {
+        **given,
+        "deepspeed_plugin": next(iter(deepspeed.values()), None),
+        "deepspeed_plugins": None,
+    }
     for name, value in given.items():
         if value is not None:
             check_kind(name, value, _PLUGINS[name])
             found[_PLUGINS[name]] = value
     if TorchTensorParallelPlugin in found:
         if ParallelismConfig in found:
-            raise ConfigurationError("tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config")
+            raise ConfigurationError(
+                "tensor parallelism is given twice", found="torch_tp_plugin, parallelism_config"
+            )
         found[ParallelismConfig] = found.pop(TorchTensorParallelPlugin).as_config()
     launched = variable("distributed_type")
     kind = None if launched is None else _LAUNCHED.get(str(launched.value))
@@ -128,16 +146,24 @@ def plugins(given: Mapping[str, Any], deepspeed: Mapping[str, Any]) -> dict[type
 
 def _asked_engine(options: Mapping[type, Any]) -> Any:
     """Return the plugin of the engine that the options select, or None."""
-    engines = (options[kind] for kind in _PLUGINS.values() if kind in options and kind is not ParallelismConfig)
+    engines = (
+        options[kind]
+        for kind in _PLUGINS.values()
+        if kind in options and kind is not ParallelismConfig
+    )
     return next(engines, None)
 
 
 def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> Any:
     """Return the strategy that the user's options select; ``"auto"`` without options."""
     made = options.get(Strategy)
-    others = [kind.__name__ for kind in _PLUGINS.values() if kind in options and kind is not Strategy]
+    others = [
+        kind.__name__ for kind in _PLUGINS.values() if kind in options and kind is not Strategy
+    ]
     if made is not None and others:
-        raise ConfigurationError("the engine is given twice", found=f"strategy= and {', '.join(others)}")
+        raise ConfigurationError(
+            "the engine is given twice", found=f"strategy= and {', '.join(others)}"
+        )
     if made is not None:
         return made
     engine = _asked_engine(options)
@@ -162,7 +188,9 @@ def chosen_strategy(options: Mapping[type, Any], environment: Environment) -> An
     return STRATEGIES.get("ddp")(**chosen)
 
 
-def _mesh(config: ParallelismConfig | None, engine: Any, environment: Environment) -> ParallelismConfig | None:
+def _mesh(
+    config: ParallelismConfig | None, engine: Any, environment: Environment
+) -> ParallelismConfig | None:
     """Return the configuration of a mesh; None for data parallelism alone."""
     dims = [] if config is None else config.active_mesh_dims
     if config is None or not dims:
@@ -215,7 +243,9 @@ def named_options(
     steps = written.get("gradient_accumulation_steps") if steps is None else steps
     on_cpu = choose("use_cpu", cpu or None, False)
     debugging = choose("debug", debug, False)
-    accumulation = choose("gradient_accumulation_steps", steps if plugin is None else plugin.num_steps, 1)
+    accumulation = choose(
+        "gradient_accumulation_steps", steps if plugin is None else plugin.num_steps, 1
+    )
     return {
         "use_cpu": Chosen(is_true(on_cpu.value), on_cpu.origin),
         "mixed_precision": choose("mixed_precision", precision, "no"),
@@ -224,7 +254,9 @@ def named_options(
     }
 
 
-def started_strategy(options: Mapping[type, Any], on_cpu: bool, environment: Environment) -> Strategy:
+def started_strategy(
+    options: Mapping[type, Any], on_cpu: bool, environment: Environment
+) -> Strategy:
     """Start the strategy that the user's options select, and return it."""
     asked = chosen_strategy(options, environment)
     made = choose_strategy(asked, "cpu" if on_cpu else "auto", "auto", 1, environment)[0]
@@ -248,7 +280,11 @@ def made_precision(word: Any, strategy: Strategy, options: Mapping[type, Any]) -
 
 
 def made_accumulation(
-    plugin: GradientAccumulationPlugin | None, steps: int | None, chosen: int, strategy: Strategy, precision: str
+    plugin: GradientAccumulationPlugin | None,
+    steps: int | None,
+    chosen: int,
+    strategy: Strategy,
+    precision: str,
 ) -> Accumulation:
     """Return the accumulation window that the arguments describe.
 
@@ -268,8 +304,12 @@ def made_accumulation(
             found=f"gradient_accumulation_steps={steps} and num_steps={plugin.num_steps}",
         )
     if plugin is None:
-        plugin = GradientAccumulationPlugin(num_steps=micro_batches(chosen, "gradient_accumulation_steps"))
-    strategy.configure(precision=precision, accumulation=plugin.num_steps)  # raises an error for contradictions now
+        plugin = GradientAccumulationPlugin(
+            num_steps=micro_batches(chosen, "gradient_accumulation_steps")
+        )
+    strategy.configure(
+        precision=precision, accumulation=plugin.num_steps
+    )  # raises an error for contradictions now
     return Accumulation(
         plugin.num_steps,
         strategy.data,
@@ -287,7 +327,9 @@ def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
     if backend is not None:
         return TorchDynamoPlugin(backend=backend)
     names = ("backend", "mode", "use_fullgraph", "use_dynamic", "use_regional_compilation")
-    found = {name: chosen.value for name in names if (chosen := variable(f"dynamo_{name}")) is not None}
+    found = {
+        name: chosen.value for name in names if (chosen := variable(f"dynamo_{name}")) is not None
+    }
     return TorchDynamoPlugin(
         backend=str(found.get("backend", "no")).lower(),
         mode=found.get("mode"),
@@ -297,7 +339,9 @@ def named_dynamo(backend: str | None) -> TorchDynamoPlugin:
     )
 
 
-def named_loaders(config: DataLoaderConfiguration | None, split_batches: bool) -> DataLoaderConfiguration:
+def named_loaders(
+    config: DataLoaderConfiguration | None, split_batches: bool
+) -> DataLoaderConfiguration:
     """Return the configuration of loaders.
 
     Raises:

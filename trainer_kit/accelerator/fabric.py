@@ -27,7 +27,12 @@ from trainer_kit.core.arguments import as_list, known_arguments
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.empty_init import EmptyInit
 from trainer_kit.core.environment import Environment
-from trainer_kit.core.errors import CheckpointError, ConfigurationError, NonFiniteError, did_you_mean
+from trainer_kit.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    NonFiniteError,
+    did_you_mean,
+)
 from trainer_kit.core.location import locate
 from trainer_kit.core.seed import seed_everything
 from trainer_kit.core.tensors import map_leaves, map_tensors, move_to_device
@@ -97,12 +102,16 @@ class Fabric:
     ) -> None:
         refuse_checkpoint_io(plugins)
         if precision is not None and plugins is not None:
-            raise ConfigurationError("the precision is given twice", fix="pass precision= or plugins=")
+            raise ConfigurationError(
+                "the precision is given twice", fix="pass precision= or plugins="
+            )
         word = accelerator_word(accelerator)
         self._forks = strategy in _FORKED
         self._options: dict[str, Any] = {
             "cpu": word == "cpu",
-            "mixed_precision": "32-true" if precision is None and plugins is None else precision or plugins,
+            "mixed_precision": "32-true"
+            if precision is None and plugins is None
+            else precision or plugins,
             "gradient_accumulation_steps": 1,
             **_engine(strategy),
         }
@@ -111,7 +120,9 @@ class Fabric:
         self.loggers = as_list(loggers)
         environment = Environment.detect()
         count = _number(devices) or 1
-        self._processes_to_start = 0 if environment.launched or count == 1 or num_nodes > 1 else count
+        self._processes_to_start = (
+            0 if environment.launched or count == 1 or num_nodes > 1 else count
+        )
         if not self._processes_to_start:
             self._build()
 
@@ -127,7 +138,9 @@ class Fabric:
             )
         word, device = self._device_word, self.device.type
         if word not in ("auto", device) and (word != "gpu" or device == "cpu"):
-            raise ConfigurationError("this machine has no such device", found=f"accelerator={word!r}")
+            raise ConfigurationError(
+                "this machine has no such device", found=f"accelerator={word!r}"
+            )
 
     if not TYPE_CHECKING:  # a checker knows all attributes
 
@@ -138,8 +151,12 @@ class Fabric:
                     found=f"devices={self._devices!r} in a process that no launcher started",
                     fix="call fabric.launch() first; or start the script with trainer-kit launch or torchrun",
                 )
-            fix = _PRIVATE.get(name) or did_you_mean(name, [each for each in dir(type(self)) if each[0] != "_"])
-            raise AttributeError(str(ConfigurationError(f"Fabric has no attribute {name!r}", fix=fix)))
+            fix = _PRIVATE.get(name) or did_you_mean(
+                name, [each for each in dir(type(self)) if each[0] != "_"]
+            )
+            raise AttributeError(
+                str(ConfigurationError(f"Fabric has no attribute {name!r}", fix=fix))
+            )
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -205,7 +222,9 @@ class Fabric:
             return None if function is None else function(self, *args, **kwargs)
         if function is None:
             raise ConfigurationError(
-                "forked processes need a function to call", found="fabric.launch()", fix="fabric.launch(train)"
+                "forked processes need a function to call",
+                found="fabric.launch()",
+                fix="fabric.launch(train)",
             )
 
         def on_rank(rank: int) -> Any:
@@ -252,10 +271,16 @@ class Fabric:
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Run the block on rank 0 before the other processes; ``local``: on the first process of each machine."""
-        return self.accelerator.local_main_process_first() if local else self.accelerator.main_process_first()
+        return (
+            self.accelerator.local_main_process_first()
+            if local
+            else self.accelerator.main_process_first()
+        )
 
     @staticmethod
-    def seed_everything(seed: int | None = None, workers: bool | None = None, verbose: bool = True) -> int:
+    def seed_everything(
+        seed: int | None = None, workers: bool | None = None, verbose: bool = True
+    ) -> int:
         """Call `trainer_kit.seed_everything`."""
         return seed_everything(seed, workers=bool(workers))
 
@@ -263,17 +288,27 @@ class Fabric:
 
     @known_arguments({"model": "pass it without a name: fabric.setup(model, optimizer)"})
     def setup(
-        self, module: nn.Module, *optimizers: Optimizer, scheduler: Any = None, move_to_device: bool = True
+        self,
+        module: nn.Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
     ) -> Any:
         """Prepare a module and its optimizers; return them in this order, and the scheduler unchanged.
 
         The module is a `FabricModule`: its attributes and methods are the given module's, ``.module`` is that module,
         and the steps of a `TrainModule` and the methods that ``mark_forward_method`` marks synchronise gradients.
         """
-        known = isinstance(module, nn.Module) and all(isinstance(one, Optimizer) for one in optimizers)
-        _refuse(not known, "setup takes a module and its optimizers", "fabric.setup(module, optimizer)")
+        known = isinstance(module, nn.Module) and all(
+            isinstance(one, Optimizer) for one in optimizers
+        )
+        _refuse(
+            not known, "setup takes a module and its optimizers", "fabric.setup(module, optimizer)"
+        )
         placed = [move_to_device] * (1 + len(optimizers))
-        made = self.accelerator.prepare(prepared_module(module), *optimizers, device_placement=placed)
+        made = self.accelerator.prepare(
+            prepared_module(module), *optimizers, device_placement=placed
+        )
         first, *others = made if optimizers else [made]
         every = [self._served(module, first), *others, *([] if scheduler is None else [scheduler])]
         return every[0] if len(every) == 1 else tuple(every)
@@ -281,11 +316,15 @@ class Fabric:
     def _served(self, module: nn.Module, prepared: nn.Module) -> FabricModule:
         inner: nn.Module = self.accelerator.unwrap_model(module)
         serve_module(inner, self)
-        return FabricModule(inner, prepared, partial(under_precision, precision=self.accelerator.precision))
+        return FabricModule(
+            inner, prepared, partial(under_precision, precision=self.accelerator.precision)
+        )
 
     def setup_module(self, module: nn.Module, move_to_device: bool = True) -> Any:
         """Prepare a module without its optimizers."""
-        prepared = self.accelerator.prepare_model(prepared_module(module), device_placement=move_to_device)
+        prepared = self.accelerator.prepare_model(
+            prepared_module(module), device_placement=move_to_device
+        )
         return self._served(module, prepared)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
@@ -305,7 +344,8 @@ class Fabric:
         """
         prepared = self.accelerator.prepared
         loaders = [
-            prepared.prepare_loader(loader, move_to_device, shard=use_distributed_sampler) for loader in dataloaders
+            prepared.prepare_loader(loader, move_to_device, shard=use_distributed_sampler)
+            for loader in dataloaders
         ]
         return loaders[0] if len(loaders) == 1 else loaders
 
@@ -334,11 +374,15 @@ class Fabric:
 
     def to_device(self, obj: Any) -> Any:
         """Move a module, tensor or batch to the device of this process."""
-        return obj.to(self.device) if isinstance(obj, nn.Module) else move_to_device(obj, self.device)
+        return (
+            obj.to(self.device) if isinstance(obj, nn.Module) else move_to_device(obj, self.device)
+        )
 
     # -- the loop --------------------------------------------------------------------------------------------------
 
-    def backward(self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
+    def backward(
+        self, tensor: Tensor, *args: Any, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
         """Run the backward pass; use this in place of ``loss.backward()``."""
         _refuse(bool(args), "backward takes options by name", "pass retain_graph= by name")
         self.accelerator.backward(tensor, **kwargs)
@@ -358,20 +402,28 @@ class Fabric:
             NonFiniteError: the norm is not finite.
         """
         _refuse(
-            (clip_val is None) == (max_norm is None), "gradients are clipped by value or by norm", "pass one of them"
+            (clip_val is None) == (max_norm is None),
+            "gradients are clipped by value or by norm",
+            "pass one of them",
         )
         if max_norm is None:
             return self.accelerator.clip_grad_value_(module.parameters(), clip_val)  # type: ignore[func-returns-value,arg-type]
         norm = self.accelerator.clip_grad_norm_(module.parameters(), max_norm, norm_type)
-        if error_if_nonfinite and norm is not None and not torch.isfinite(norm):  # sync point: the caller asked for it
-            raise NonFiniteError("the norm of the gradients is not finite", fix="pass error_if_nonfinite=False")
+        if (
+            error_if_nonfinite and norm is not None and not torch.isfinite(norm)
+        ):  # sync point: the caller asked for it
+            raise NonFiniteError(
+                "the norm of the gradients is not finite", fix="pass error_if_nonfinite=False"
+            )
         return norm
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return the autocast context of the precision."""
         return self.accelerator.autocast()
 
-    def no_backward_sync(self, module: nn.Module, enabled: bool = True) -> AbstractContextManager[None]:
+    def no_backward_sync(
+        self, module: nn.Module, enabled: bool = True
+    ) -> AbstractContextManager[None]:
         """Skip the gradient reduction over the processes in this block, for gradient accumulation."""
         return self.accelerator.no_sync(prepared_module(module)) if enabled else nullcontext()
 
@@ -410,13 +462,23 @@ class Fabric:
             ConfigurationError: a name in ``filter`` is not in ``state``.
         """
         unknown = sorted((filter or {}).keys() - state.keys())
-        _refuse(bool(unknown), f"filter= names {unknown}, which state does not have", f"its names: {list(state)}")
+        _refuse(
+            bool(unknown),
+            f"filter= names {unknown}, which state does not have",
+            f"its names: {list(state)}",
+        )
         kept: dict[str, Any] = {}
         for name, value in state.items():
             held = self._state_of(value)
             chosen = (filter or {}).get(name)
-            kept[name] = held if chosen is None else {key: one for key, one in held.items() if chosen(key, one)}
-        on_rank_zero(self.accelerator.world, lambda: str(write_checkpoint(path, kept, overwrite=True)))
+            kept[name] = (
+                held
+                if chosen is None
+                else {key: one for key, one in held.items() if chosen(key, one)}
+            )
+        on_rank_zero(
+            self.accelerator.world, lambda: str(write_checkpoint(path, kept, overwrite=True))
+        )
 
     def _state_of(self, value: Any) -> Any:
         if isinstance(value, nn.Module):
@@ -430,7 +492,10 @@ class Fabric:
         return value.state_dict() if hasattr(value, "state_dict") else value
 
     def _refuse_engines_optimizer(self) -> None:
-        refused, fix = self.accelerator.strategy.owns_step, "fabric.accelerator.save_state(directory), load_state"
+        refused, fix = (
+            self.accelerator.strategy.owns_step,
+            "fabric.accelerator.save_state(directory), load_state",
+        )
         _refuse(refused, "the engine keeps the state of this optimizer", fix)
 
     def load(
@@ -451,11 +516,17 @@ class Fabric:
         """
         file = locate(path)
         check_exists(file)
-        found: dict[str, Any] = dict(read_checkpoint(path) if file.is_dir() else torch_load(file, "cpu"))  # type: ignore[arg-type]
+        found: dict[str, Any]
+        if file.is_dir():
+            found = dict(read_checkpoint(path))
+        else:
+            found = dict(torch_load(file, "cpu"))  # type: ignore[arg-type]
         for name, value in (state or {}).items():
             if name not in found:
                 if strict:
-                    raise CheckpointError(path, name, "it is not in this checkpoint", fix="pass strict=False")
+                    raise CheckpointError(
+                        path, name, "it is not in this checkpoint", fix="pass strict=False"
+                    )
                 continue
             held = found.pop(name)
             if isinstance(value, nn.Module):
@@ -469,7 +540,12 @@ class Fabric:
         return found
 
     def load_raw(
-        self, path: str | os.PathLike[str], obj: Any, strict: bool = True, *, weights_only: bool | None = None
+        self,
+        path: str | os.PathLike[str],
+        obj: Any,
+        strict: bool = True,
+        *,
+        weights_only: bool | None = None,
     ) -> None:
         """Load a file that holds one ``state_dict`` into a module or an optimizer; ``weights_only`` as for `load`."""
         check_exists(locate(path))
@@ -484,7 +560,9 @@ class Fabric:
             "the engine keeps the weights of this module",
             "fabric.accelerator.load_state(directory)",
         )
-        self.accelerator.strategy.load_module_state(self.accelerator.unwrap_model(module), weights, strict)
+        self.accelerator.strategy.load_module_state(
+            self.accelerator.unwrap_model(module), weights, strict
+        )
 
     def _load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
         """Load the state of whole parameters; where they are divided, a process keeps its parts."""
@@ -496,13 +574,19 @@ class Fabric:
         if not any(isinstance(parameter, DTensor) for parameter in parameters):
             optimizer.load_state_dict(state)  # which may have more than torch's optimizers have
             return
-        sizes = [[len(group["params"]) for group in groups] for groups in (inner.param_groups, state["param_groups"])]
+        sizes = [
+            [len(group["params"]) for group in groups]
+            for groups in (inner.param_groups, state["param_groups"])
+        ]
         _refuse(
             sizes[0] != sizes[1],
             f"the saved optimizer has {sizes[1]} parameters in its groups, and this one {sizes[0]}",
             "make the same groups as when it was saved",
         )
-        options = [{key: one for key, one in group.items() if key != "params"} for group in state["param_groups"]]
+        options = [
+            {key: one for key, one in group.items() if key != "params"}
+            for group in state["param_groups"]
+        ]
         states = {parameters[index]: own for index, own in state["state"].items()}
         self.accelerator.strategy.load_optimizer_state(inner, options, states)
 
@@ -511,7 +595,9 @@ def _number(devices: Any) -> int | None:
     """How many devices of a machine are asked for; None: as many as there are."""
     if devices in ("auto", -1, "-1"):
         return None
-    if isinstance(devices, list) and devices == [*range(len(devices))]:  # as the ranks of a machine take them
+    if isinstance(devices, list) and devices == [
+        *range(len(devices))
+    ]:  # as the ranks of a machine take them
         return len(devices)
     if isinstance(devices, int) or (isinstance(devices, str) and devices.isdigit()):
         return int(devices)
@@ -544,7 +630,11 @@ def _engine(strategy: str | Strategy) -> dict[str, Any]:
 
 
 def _as_number(tensor: Tensor) -> float:
-    _refuse(tensor.numel() != 1, f"a logged tensor has one element, not shape {tuple(tensor.shape)}", "log its .mean()")
+    _refuse(
+        tensor.numel() != 1,
+        f"a logged tensor has one element, not shape {tuple(tensor.shape)}",
+        "log its .mean()",
+    )
     return float(tensor.detach())  # sync point: the caller logs it
 
 

@@ -34,12 +34,17 @@ class FabricModule(nn.Module):
     """
 
     def __init__(
-        self, module: nn.Module, prepared: nn.Module, in_precision: Callable[[Callable[..., Any]], Callable[..., Any]]
+        self,
+        module: nn.Module,
+        prepared: nn.Module,
+        in_precision: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
         super().__init__()
         self._modules["module"] = module
         self.__dict__["forward"] = prepared
-        self.__dict__["_prepared"] = prepared  # not a submodule: every parameter would have two names
+        self.__dict__["_prepared"] = (
+            prepared  # not a submodule: every parameter would have two names
+        )
         self.__dict__["_in_precision"] = in_precision
         self.__dict__["_forward_methods"] = set[str]()
         for name in _STEPS if isinstance(module, TrainModule) else ():

@@ -50,11 +50,15 @@ def generator_kinds(kinds: Iterable[Any] | None) -> list[str]:
     words = [word_of(kind) for kind in as_list(kinds)]
     for word in words:
         if word not in _KINDS:
-            raise ConfigurationError(f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS))
+            raise ConfigurationError(
+                f"unknown kind of generator {word!r}", fix=did_you_mean(word, _KINDS)
+            )
     return words
 
 
-def each_epoch(world: Group, kinds: Iterable[Any] | None, device: torch.device) -> Callable[[], None] | None:
+def each_epoch(
+    world: Group, kinds: Iterable[Any] | None, device: torch.device
+) -> Callable[[], None] | None:
     """Return what synchronises the generators at the begin of an epoch, see `synchronize`; None if nothing is to do.
 
     "generator" is the one of the data order, which is the same on all processes without an exchange.
@@ -64,7 +68,10 @@ def each_epoch(world: Group, kinds: Iterable[Any] | None, device: torch.device) 
 
 
 def synchronize(
-    world: Group, kinds: Iterable[Any] | None, generator: torch.Generator | None, device: torch.device
+    world: Group,
+    kinds: Iterable[Any] | None,
+    generator: torch.Generator | None,
+    device: torch.device,
 ) -> None:
     """Copy the states of the main process's random generators to every process.
 

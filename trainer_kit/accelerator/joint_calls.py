@@ -41,9 +41,14 @@ class JointCalls:
         self.count += 1
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
-        if isinstance(error, RuntimeError) and _raised_by_torch(traceback):  # gloo: another process has ended
+        if isinstance(error, RuntimeError) and _raised_by_torch(
+            traceback
+        ):  # gloo: another process has ended
             add_note(error, f"in {self._call}, with {self._size} processes: {ADVICE}")
 
 

@@ -70,7 +70,9 @@ def notebook_launcher(
     if unknown:
         raise TypeError(f"notebook_launcher got an unexpected argument {min(unknown)!r}")
     if max_restarts < 0:
-        raise ConfigurationError("max_restarts must be 0 or more", found=f"max_restarts={max_restarts}")
+        raise ConfigurationError(
+            "max_restarts must be 0 or more", found=f"max_restarts={max_restarts}"
+        )
     if num_nodes != 1:
         raise ConfigurationError(
             "a notebook starts processes on its own machine only",
@@ -80,13 +82,20 @@ def notebook_launcher(
     wanted = num_processes or available_devices("auto")
 
     def failed(error: BaseException, failures: Sequence[RankFailure]) -> BaseException:
-        return _as_child_failure(error, failures, getattr(function, "__qualname__", type(function).__name__))
+        return _as_child_failure(
+            error, failures, getattr(function, "__qualname__", type(function).__name__)
+        )
 
-    settings = {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
+    settings = (
+        {} if mixed_precision == "no" else {"TRAINER_KIT_MIXED_PRECISION": str(mixed_precision)}
+    )
     with patch_environment(**settings):
         if wanted > 1:
             _check_imports()
-            return _restarted(lambda: run_forked(lambda rank: function(*args), wanted, failed=failed), max_restarts)
+            return _restarted(
+                lambda: run_forked(lambda rank: function(*args), wanted, failed=failed),
+                max_restarts,
+            )
         if max_restarts:
             warnings.warn(
                 f"max_restarts={max_restarts}: one process runs in the notebook itself, and is not started again",
@@ -104,7 +113,9 @@ def _check_imports() -> None:
         )
 
 
-def _as_child_failure(error: BaseException, failures: Sequence[RankFailure], name: str) -> BaseException:
+def _as_child_failure(
+    error: BaseException, failures: Sequence[RankFailure], name: str
+) -> BaseException:
     """Make an exception of a process an instance of torch's class, too, for code that catches what Accelerate raises.
 
     Args:
@@ -120,13 +131,19 @@ def _as_child_failure(error: BaseException, failures: Sequence[RankFailure], nam
         return error
     known: dict[int, ProcessFailure] = {}
     for each in failures:
-        one = known[each.rank] = ProcessFailure(each.rank, each.pid, each.exit_code or 1, error_file="<N/A>")
+        one = known[each.rank] = ProcessFailure(
+            each.rank, each.pid, each.exit_code or 1, error_file="<N/A>"
+        )
         one.message, one.timestamp = each.cause, int(each.time_ns // 1_000_000_000)
-    arguments: Any = error.__reduce__()[1] if isinstance(error, OSError) else error.args  # its args have no file name
+    arguments: Any = (
+        error.__reduce__()[1] if isinstance(error, OSError) else error.args
+    )  # its args have no file name
     try:
         both: Any = type(kind.__name__, (kind, ChildFailedError), {"__module__": kind.__module__})
         made: Exception = both.__new__(both, *arguments)
-        if kind.__module__ == "builtins":  # SyntaxError and others keep what they show outside of their attributes
+        if (
+            kind.__module__ == "builtins"
+        ):  # SyntaxError and others keep what they show outside of their attributes
             kind.__init__(made, *arguments)
     except Exception:  # of any class: a user's class decides how it is made
         return error
@@ -147,7 +164,9 @@ def _restarted(run: Callable[[], Any], restarts: int) -> Any:
     return run()
 
 
-def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> None:
     """Call ``function(*args)`` on several processes of this machine, on the CPU.
 
     Args:

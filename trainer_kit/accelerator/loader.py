@@ -68,7 +68,9 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-def _shares(turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_last: bool, even: bool) -> Iterator[Any]:
+def _shares(
+    turns: Iterator[list[Any]], whole: int, rank: int, each: int, drop_last: bool, even: bool
+) -> Iterator[Any]:
     """Yield a process's share of each turn; a short turn is filled up from the start of the data."""
     first: list[Any] = []
     for turn in turns:
@@ -133,15 +135,28 @@ class BatchSamplerShard(BatchSampler):
 
     def __len__(self) -> int:
         whole, rest = divmod(self.total_length, 1 if self.split_batches else self.num_processes)
-        return whole + (rest > 0 and not self.drop_last and (self.even_batches or self.process_index < rest))
+        return whole + (
+            rest > 0 and not self.drop_last and (self.even_batches or self.process_index < rest)
+        )
 
     def __iter__(self) -> Iterator[Any]:
         source, each, turn = iter(self.batch_sampler), self.batch_size or 1, self.num_processes
         if self.split_batches:
             each, turn = each // self.num_processes, 1
         turns = iter(lambda: list(islice(source, turn)), [])
-        rows = turns if self.batch_size is None else ([index for batch in turn for index in batch] for turn in turns)
-        shares = _shares(rows, each * self.num_processes, self.process_index, each, self.drop_last, self.even_batches)
+        rows = (
+            turns
+            if self.batch_size is None
+            else ([index for batch in turn for index in batch] for turn in turns)
+        )
+        shares = _shares(
+            rows,
+            each * self.num_processes,
+            self.process_index,
+            each,
+            self.drop_last,
+            self.even_batches,
+        )
         return (share[0] for share in shares) if self.batch_size is None else shares
 
 
@@ -274,15 +289,25 @@ class PreparedLoader:
         self.counts: list[int] | None = None
         self.asked = False
         self.end_of_dataloader = False
-        self._position: tuple[int, int] | None = None  # (epoch, batches yielded) of the current iteration
+        self._position: tuple[int, int] | None = (
+            None  # (epoch, batches yielded) of the current iteration
+        )
         self._resume: tuple[int, int] | None = None
         self.batches_read = 0  # batches yielded in all epochs
         # Whether the loader divides the data by itself, so that each process reads all of its own batches.
-        self._alone = group.size > 1 and not self.feed.indexed and divide_by_itself(loader) is not None
+        self._alone = (
+            group.size > 1 and not self.feed.indexed and divide_by_itself(loader) is not None
+        )
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
-        self._shared = not self._alone and (dispatch is not None or (group.size > 1 and not self.feed.indexed))
+        self._shared = not self._alone and (
+            dispatch is not None or (group.size > 1 and not self.feed.indexed)
+        )
         self._compares = False
-        self._turn: tuple[int, list[int] | None, bool] = (0, None, False)  # samples, `counts`, whether it is the last
+        self._turn: tuple[int, list[int] | None, bool] = (
+            0,
+            None,
+            False,
+        )  # samples, `counts`, whether it is the last
         self._drop_last = bool(getattr(loader, "drop_last", False))
 
     def __getattr__(self, name: str) -> Any:
@@ -370,7 +395,9 @@ class PreparedLoader:
         """
         epoch, start = (self.iteration, 0) if self._resume is None else self._resume
         start, self._resume = start if begin is None else begin, None
-        if self._before_epoch is not None and not start:  # a resumed epoch continues with each process's own states
+        if (
+            self._before_epoch is not None and not start
+        ):  # a resumed epoch continues with each process's own states
             self._before_epoch()
         window = self.window
         if self._position is not None:
@@ -443,7 +470,9 @@ class PreparedLoader:
     def ask_for_sizes(self) -> None:
         """Warn if the sample counts that determine batch weights are uncertain."""
         self.asked = True
-        self.feed.ask_for_sizes("call accelerator.backward(loss, weight=...) with the sum over what weight counts")
+        self.feed.ask_for_sizes(
+            "call accelerator.backward(loss, weight=...) with the sum over what weight counts"
+        )
 
     def _ask(self, missing: bool, last: bool, samples: int | None) -> None:
         if not self.even:  # a process may have no batches left: no exchange, equal weights
@@ -465,7 +494,11 @@ class PreparedLoader:
 
     def _open(self, feed: Feed, epoch: int, start: int) -> Iterator[Any]:
         reads = self.dispatch is None or self.dispatch.rank == 0 or self._compares
-        source = feed.sized_epoch(epoch, start * (self.group.size if self._shared else 1)) if reads else iter(())
+        source = (
+            feed.sized_epoch(epoch, start * (self.group.size if self._shared else 1))
+            if reads
+            else iter(())
+        )
         if self._compares:
             source = self._compared(source)
         if self._shared:
@@ -552,8 +585,12 @@ class PreparedLoader:
             counts: list[int] | None = [size for _, size in turn] + [0] * (processes - len(turn))
             if len(set(counts or ())) == 1:
                 counts = None
-            elif self.even and (not after or feed.per_rank_batch_size is not None):  # each worker has a last batch
-                turn, counts = evened(turn, processes, getattr(self.dataloader, "collate_fn", None) is default_collate)
+            elif self.even and (
+                not after or feed.per_rank_batch_size is not None
+            ):  # each worker has a last batch
+                turn, counts = evened(
+                    turn, processes, getattr(self.dataloader, "collate_fn", None) is default_collate
+                )
             self._turn = sum(size for _, size in turn), counts, not after
             yield turn[rank] if rank < len(turn) else MISSING
 
@@ -568,8 +605,18 @@ class PreparedLoader:
         feed = self.feed
         begun = epoch if inside or feed.once else None
         state = feed.loader_state.state_dict(begun, batch * each, self.batches_read * each)
-        place = {"epoch": epoch, "batch": batch, "samples": batch * self.total_batch_size, "read": self.batches_read}
-        return {**place, "seed": self.seed, "track": state, "alone": None if self._compares else self._alone}
+        place = {
+            "epoch": epoch,
+            "batch": batch,
+            "samples": batch * self.total_batch_size,
+            "read": self.batches_read,
+        }
+        return {
+            **place,
+            "seed": self.seed,
+            "track": state,
+            "alone": None if self._compares else self._alone,
+        }
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue the next iteration at the position of the states, in the same order.
@@ -614,7 +661,9 @@ class PreparedLoader:
         """Describe the data, their order and their sharding in one line."""
         text = self.feed.describe()
         if self.dispatch is not None:
-            return f"{text}; the main process reads, and hands every {self.group.size} batches round"
+            return (
+                f"{text}; the main process reads, and hands every {self.group.size} batches round"
+            )
         each = f"; every process reads all of it and keeps each {self.group.size}th batch"
         return f"{text}{each}" if self._shared else text
 
@@ -708,7 +757,10 @@ class _OwnBatches(BatchSamplerShard):
 
     def __init__(self, loader: PreparedLoader, given: BatchSampler) -> None:
         self._loader = loader
-        size, each = getattr(given, "batch_size", None), loader.feed.per_rank_batch_size  # None: not divided
+        size, each = (
+            getattr(given, "batch_size", None),
+            loader.feed.per_rank_batch_size,
+        )  # None: not divided
         split = None not in (size, each) and size != each
         super().__init__(given, loader.group.size, loader.group.rank, split, loader.even)
 
@@ -721,7 +773,9 @@ class _OwnBatches(BatchSamplerShard):
             return super().__iter__()
         order = [index for batch in self.batch_sampler for index in batch]
         drops, rank, size = self.drop_last, self.process_index, self.num_processes
-        blocks = SampleBlocks(order, each, drop_last=drops, rank=rank, size=size, pad=self.even_batches)
+        blocks = SampleBlocks(
+            order, each, drop_last=drops, rank=rank, size=size, pad=self.even_batches
+        )
         blocks.begin(seed=0, start=0)
         return iter(blocks)
 
@@ -823,6 +877,8 @@ def prepare_loader(
     return prepared
 
 
-def _make_feed(loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int) -> Feed:
+def _make_feed(
+    loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int
+) -> Feed:
     pad = even and size > 1
     return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)

@@ -30,9 +30,13 @@ class LocalSGD:
         ConfigurationError: ``local_sgd_steps`` is below one, or the model is sharded.
     """
 
-    def __init__(self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(
+        self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
+    ) -> None:
         if local_sgd_steps < 1:
-            raise ConfigurationError("local_sgd_steps is at least 1", found=f"local_sgd_steps={local_sgd_steps}")
+            raise ConfigurationError(
+                "local_sgd_steps is at least 1", found=f"local_sgd_steps={local_sgd_steps}"
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
@@ -53,7 +57,10 @@ class LocalSGD:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if self.enabled:
             if error is None and self.num_steps % self.local_sgd_steps:
@@ -70,4 +77,6 @@ class LocalSGD:
 
     def _average(self) -> None:
         for parameter in self.accelerator.unwrap_model(self.model).parameters():
-            average([parameter], self.accelerator.world)  # one at a time: no copy of the whole model
+            average(
+                [parameter], self.accelerator.world
+            )  # one at a time: no copy of the whole model

@@ -54,7 +54,9 @@ class RankLogger(logging.LoggerAdapter):  # type: ignore[type-arg]
             self._warned.add(key)
             self.warning(*args, **{"stacklevel": 3, **kwargs})
 
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+    def process(
+        self, msg: Any, kwargs: MutableMapping[str, Any]
+    ) -> tuple[Any, MutableMapping[str, Any]]:
         """Return the message unchanged."""
         return msg, kwargs
 

@@ -83,7 +83,9 @@ class AcceleratedOptimizer(OptimizerProxy):
             found = closure()  # gradients are unscaled and checked before the step
             window.corrected.discard(optimizer)
         window.correct(optimizer)
-        self._skipped = not self._precision.optimizer_step(optimizer, self._own_step or optimizer.step)
+        self._skipped = not self._precision.optimizer_step(
+            optimizer, self._own_step or optimizer.step
+        )
         window.corrected.discard(optimizer)
         if self._after_step is not None:
             self._after_step()
@@ -153,7 +155,9 @@ class AcceleratedScheduler:
         self.times = times
         self._window = window
         self._with_optimizer = with_optimizer
-        self._adjust = adjust and hasattr(scheduler, "_step_count")  # chained schedulers count nothing themselves
+        self._adjust = adjust and hasattr(
+            scheduler, "_step_count"
+        )  # chained schedulers count nothing themselves
         self.before_first_step: Callable[[], None] | None = None
 
     def describe(self) -> str:
@@ -181,7 +185,9 @@ class AcceleratedScheduler:
             self.before_first_step = None
         for _ in range(self.times):
             total = getattr(self.scheduler, "total_steps", None)
-            if total is None or self.scheduler.last_epoch < total:  # OneCycleLR raises an error after its last step
+            if (
+                total is None or self.scheduler.last_epoch < total
+            ):  # OneCycleLR raises an error after its last step
                 self.scheduler.step(*arguments, **options)
 
     def __getattr__(self, name: str) -> Any:

@@ -23,7 +23,13 @@ from trainer_kit.accelerator.generators import each_epoch, generator_kinds
 from trainer_kit.accelerator.loader import PreparedLoader, prepare_loader
 from trainer_kit.accelerator.optimizer import AcceleratedOptimizer, AcceleratedScheduler
 from trainer_kit.accelerator.processes import Processes
-from trainer_kit.accelerator.wrapping import apply_precision, compile_options, compiled, uncompiled, unwrap
+from trainer_kit.accelerator.wrapping import (
+    apply_precision,
+    compile_options,
+    compiled,
+    uncompiled,
+    unwrap,
+)
 from trainer_kit.compat.deepspeed import (
     DeepSpeedPlugin,
     DummyOptim,
@@ -107,7 +113,9 @@ class Prepared:
         self._dynamo = dynamo
         self._deepspeed_plugins = deepspeed_plugins
 
-    def prepare(self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None) -> tuple[Any, ...]:
+    def prepare(
+        self, objects: Sequence[Any], device_placement: Sequence[bool | None] | None
+    ) -> tuple[Any, ...]:
         """Prepare models, optimizers, loaders and schedulers, in any mix and order.
 
         Args:
@@ -127,14 +135,19 @@ class Prepared:
         # Models first: preparing one may replace its parameters, which optimizers hold. Schedulers need optimizers.
         for kind in (0, 1, 2):
             for index, (thing, place) in enumerate(zip(objects, places, strict=True)):
-                if index not in done and (made := self._prepare_one(thing, place, kind)) is not None:
+                if (
+                    index not in done
+                    and (made := self._prepare_one(thing, place, kind)) is not None
+                ):
                     done[index] = made
         return tuple(done.get(index, thing) for index, thing in enumerate(objects))
 
     def _prepare_one(self, thing: Any, place: bool | None, kind: int) -> Any:
         if isinstance(thing, type) and issubclass(thing, (nn.Module, Optimizer, DataLoader)):
             raise ConfigurationError(
-                "prepare got a class, not an object", found=thing.__name__, fix=f"create one: {thing.__name__}(...)"
+                "prepare got a class, not an object",
+                found=thing.__name__,
+                fix=f"create one: {thing.__name__}(...)",
             )
         if kind == 0 and isinstance(thing, nn.Module):
             return self.prepare_model(thing, place, False)
@@ -146,7 +159,9 @@ class Prepared:
             return self.prepare_scheduler(thing)
         return None
 
-    def prepare_model(self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool) -> nn.Module:
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None, evaluation_mode: bool
+    ) -> nn.Module:
         """Move a model to its device, apply the precision, and wrap it for several processes.
 
         Args:
@@ -155,14 +170,20 @@ class Prepared:
             evaluation_mode: the model is not trained, so it needs no gradient exchange.
         """
         if not isinstance(model, nn.Module):
-            raise ConfigurationError("prepare_model takes a module", found=f"a {type(model).__name__}")
+            raise ConfigurationError(
+                "prepare_model takes a module", found=f"a {type(model).__name__}"
+            )
         for known in self.models:
-            if model is known or model is unwrap(known):  # a second wrapper would exchange gradients twice
+            if model is known or model is unwrap(
+                known
+            ):  # a second wrapper would exchange gradients twice
                 return known
         plugin = self._dynamo
         compiles = plugin.backend.lower() != "no"
         places = self._places(device_placement)
-        if self.checks.active and not evaluation_mode and not compiles:  # a hook would break the compiled graph
+        if (
+            self.checks.active and not evaluation_mode and not compiles
+        ):  # a hook would break the compiled graph
             self.checks.expect_call(model)
         self._precision.convert_module(model)
         apply_precision(model, self._precision)
@@ -195,7 +216,9 @@ class Prepared:
         first = None if owns_step else self._before_first_step
         after = self._adapt_scale if self._precision.scales else None
         step = self._bound_step(optimizer)
-        made = AcceleratedOptimizer(optimizer, self._accumulation, self._precision, first, step, after)
+        made = AcceleratedOptimizer(
+            optimizer, self._accumulation, self._precision, first, step, after
+        )
         self.optimizers.append(made)
         for scheduler in self.schedulers:  # a scheduler may be prepared before its optimizer
             if getattr(scheduler.scheduler, "optimizer", None) is optimizer:
@@ -232,7 +255,9 @@ class Prepared:
         size = plugin.batch_size(sorted(sizes)) if plugin is not None else None
         self._strategy.configure(accumulation=self._accumulation.steps, batch_size=size)
 
-    def prepare_loader(self, loader: Any, device_placement: bool | None, shard: bool = True) -> PreparedLoader:
+    def prepare_loader(
+        self, loader: Any, device_placement: bool | None, shard: bool = True
+    ) -> PreparedLoader:
         """Shard a loader over the processes; collective call.
 
         The data order depends on ``data_seed``; without one, on the main process's seed at the time of this call.
@@ -245,7 +270,9 @@ class Prepared:
         if isinstance(loader, PreparedLoader):
             return loader
         with self._processes.collectives.during("prepare"):
-            seed = self._processes.world.broadcast(order_seed() if self.data_seed is None else self.data_seed)
+            seed = self._processes.world.broadcast(
+                order_seed() if self.data_seed is None else self.data_seed
+            )
         strategy = self._strategy
         made = prepare_loader(
             loader,
@@ -254,7 +281,10 @@ class Prepared:
             strategy.device if self._places(device_placement) else None,
             self._accumulation,
             self._loader_options,
-            seed + len(self.loaders),  # one seed per loader: two loaders over one data set need different orders
+            seed
+            + len(
+                self.loaders
+            ),  # one seed per loader: two loaders over one data set need different orders
             strategy.shard_batch,
             strategy.end_batch,
             each_epoch(strategy.world, self._rng_types, strategy.device),
@@ -272,14 +302,19 @@ class Prepared:
         scheduler = made_scheduler(self._strategy, scheduler, latest, times)
         plateau = isinstance(scheduler, ReduceLROnPlateau)
         once = plateau or by_engine or type(scheduler).__module__.startswith("deepspeed.")
-        mine = [one for one in self.optimizers if getattr(scheduler, "optimizer", None) in (one, one.optimizer)]
+        mine = [
+            one
+            for one in self.optimizers
+            if getattr(scheduler, "optimizer", None) in (one, one.optimizer)
+        ]
         made = AcceleratedScheduler(
             scheduler,
             mine or self.optimizers,
             self._accumulation,
             with_optimizer=self.step_scheduler_with_optimizer,
             times=1 if once else times,
-            adjust=self._accumulation.adjust_scheduler and not plateau,  # ReduceLROnPlateau does not count its calls
+            adjust=self._accumulation.adjust_scheduler
+            and not plateau,  # ReduceLROnPlateau does not count its calls
         )
         if made.times > 1 and not any(one.times > 1 for one in self.schedulers):
             made.before_first_step = self._print_scheduler_steps
@@ -302,7 +337,9 @@ class Prepared:
     def _places(self, given: bool | None) -> bool:
         return self.device_placement if given is None else given
 
-    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False) -> Any:
+    def unwrap_model(
+        self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
+    ) -> Any:
         """Return the user's model, without the wrappers of `prepare`.
 
         Args:
@@ -360,12 +397,18 @@ class Prepared:
             return several
         wanted = {id(parameter) for parameter in several}
         for one in self.optimizers:
-            if any(id(parameter) in wanted for group in one.param_groups for parameter in group["params"]):
+            if any(
+                id(parameter) in wanted
+                for group in one.param_groups
+                for parameter in group["params"]
+            ):
                 self.unscale_gradients(one)
         return several
 
     @contextmanager
-    def join_uneven_inputs(self, joinables: Sequence[Any], even_batches: bool | None) -> Iterator[None]:
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None
+    ) -> Iterator[None]:
         """Let a process that has no batches left take part in the gradient exchanges of the others.
 
         Args:
@@ -385,7 +428,11 @@ class Prepared:
             )
         before = [(loader, loader.even) for loader in self.loaders]
         streams = [loader for loader in self.loaders if isinstance(loader.dataset, IterableDataset)]
-        if several and even_batches is not None and any(loader.even != even_batches for loader in streams):
+        if (
+            several
+            and even_batches is not None
+            and any(loader.even != even_batches for loader in streams)
+        ):
             warnings.warn(
                 f"join_uneven_inputs(even_batches={even_batches}) also changes {len(streams)} prepared loader(s) over "
                 "an IterableDataset. In Accelerate this is only supported for map-style datasets; these stay unchanged",
@@ -415,7 +462,9 @@ class Prepared:
         self._strategy.stop()
         self._precision.abandon_step()  # the gradient scaler keeps state per optimizer
         self.checks.end_calls()
-        self.checks = _LoopChecks(self._strategy, self._processes.print, self.models, self._accumulation)
+        self.checks = _LoopChecks(
+            self._strategy, self._processes.print, self.models, self._accumulation
+        )
         self._accumulation.reset()
 
 
@@ -428,7 +477,9 @@ def _no_parameters(given: Any) -> ConfigurationError:
 
 
 _LOOKS: Final = 3  # steps that are checked
-_CALLS: Final = 10_000  # calls of any modules for which the first call of a prepared model is awaited
+_CALLS: Final = (
+    10_000  # calls of any modules for which the first call of a prepared model is awaited
+)
 _OPTIMIZER: Final = Optimizer.__init__.__code__.co_filename
 _LATE: Final[list[RemovableHandle]] = []
 """Hooks of deleted objects, still to be removed."""
@@ -449,7 +500,11 @@ class _LoopChecks:
     """
 
     def __init__(
-        self, strategy: Strategy, say: Callable[[str], None], models: Sequence[nn.Module], window: Accumulation
+        self,
+        strategy: Strategy,
+        say: Callable[[str], None],
+        models: Sequence[nn.Module],
+        window: Accumulation,
     ) -> None:
         self.active = True
         self._world = strategy.world
@@ -457,11 +512,19 @@ class _LoopChecks:
         self._say = say
         self._models = models
         self._window = window
-        self._prepared: set[int] = set()  # ids of parameters in prepared optimizers that have stepped
-        self._steps: weakref.finalize[..., _LoopChecks] | None = None  # removes the global hook on optimizer steps
+        self._prepared: set[int] = (
+            set()
+        )  # ids of parameters in prepared optimizers that have stepped
+        self._steps: weakref.finalize[..., _LoopChecks] | None = (
+            None  # removes the global hook on optimizer steps
+        )
         self._looks = 0
-        self._uncalled: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # prepared models before their first call
-        self._calls: weakref.finalize[..., _LoopChecks] | None = None  # removes the global hook on calls of modules
+        self._uncalled: weakref.WeakSet[nn.Module] = (
+            weakref.WeakSet()
+        )  # prepared models before their first call
+        self._calls: weakref.finalize[..., _LoopChecks] | None = (
+            None  # removes the global hook on calls of modules
+        )
         self._calls_left = _CALLS
 
     def expect_call(self, model: nn.Module) -> None:
@@ -510,7 +573,11 @@ class _LoopChecks:
     @staticmethod
     def _compare_devices(model: nn.Module, given: Any) -> None:
         # FSDP moves offloaded shards to the computing device, so their current device does not count.
-        places = {parameter.device for parameter in model.parameters() if not hasattr(parameter, "device_mesh")}
+        places = {
+            parameter.device
+            for parameter in model.parameters()
+            if not hasattr(parameter, "device_mesh")
+        }
         found = {tensor.device for tensor in tensors_of(given) if tensor.ndim}
         # Some inputs, such as sequence lengths, belong on the CPU: only a call with no tensor on the device is wrong.
         if len(places) == 1 and found and not places & found:
@@ -532,7 +599,9 @@ class _LoopChecks:
         if harm is not None and self._steps is None:
             self._look_at_steps(harm)
         if self._looks == 0 and self._data.size > 1 and not any_loader:
-            rows = self._data.agree([float(loss.detach().double().sum())])  # sync point: before the first step, once
+            rows = self._data.agree(
+                [float(loss.detach().double().sum())]
+            )  # sync point: before the first step, once
             if all(row == rows[0] for row in rows):
                 self._say(
                     "every process trains on the same batch: prepare the loader too, "
@@ -567,7 +636,9 @@ class _LoopChecks:
             found[2][0].remove()
 
     def _compare(self, optimizer: Optimizer, harm: str) -> None:
-        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stepped = {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
         stepped -= self._prepared
         window = self._window
         # A loop may count on its own for models that are not prepared, as long as it does not step inside the window.
@@ -586,7 +657,9 @@ class _LoopChecks:
 
     def know(self, optimizer: Optimizer) -> None:
         """Record the parameters of a prepared optimizer whose steps the engine takes and checks itself."""
-        self._prepared |= {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._prepared |= {
+            id(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        }
 
     def step(self, optimizer: Optimizer) -> None:
         """Check a prepared optimizer at its first step.
@@ -602,7 +675,9 @@ class _LoopChecks:
         self._check_average(optimizer)
         if self._world.size == 1:
             return
-        if not any(id(parameter) in mine for model in self._models for parameter in model.parameters()):
+        if not any(
+            id(parameter) in mine for model in self._models for parameter in model.parameters()
+        ):
             raise RankError(
                 "an optimizer was prepared without its model: every process would train a separate copy",
                 found=f"{type(optimizer).__name__} on {self._world.size} processes",

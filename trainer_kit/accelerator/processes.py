@@ -124,7 +124,11 @@ class Processes(ABC):
         """The engine, if Accelerate has a name for it; else the kind of distributed run."""
         if self._engine in _BY_ENGINE:
             return _BY_ENGINE[self._engine]
-        return DistributedType(several_on(self.device.type)) if self.use_distributed else DistributedType.NO
+        return (
+            DistributedType(several_on(self.device.type))
+            if self.use_distributed
+            else DistributedType.NO
+        )
 
     def __repr__(self) -> str:
         """Return the text that Accelerate prints for its state."""
@@ -209,7 +213,9 @@ class Processes(ABC):
         decorate = functools.partial(_only, self.process_index == process_index)
         return decorate if function is None else decorate(function)
 
-    def on_local_process(self, function: _F | None = None, local_process_index: int | None = None) -> Any:
+    def on_local_process(
+        self, function: _F | None = None, local_process_index: int | None = None
+    ) -> Any:
         """Decorator: only process ``local_process_index`` of each machine calls ``function``."""
         decorate = functools.partial(_only, self.local_process_index == local_process_index)
         return decorate if function is None else decorate(function)
@@ -230,7 +236,8 @@ class Processes(ABC):
             lengths = {key: len(value) for key, value in inputs.items()}
             if len(set(lengths.values())) > 1:
                 raise ConfigurationError(
-                    "values that are split together must have the same length", found=f"lengths {lengths}"
+                    "values that are split together must have the same length",
+                    found=f"lengths {lengths}",
                 )
             length = next(iter(lengths.values()), 0)
         each, more = divmod(length, self.num_processes)
@@ -246,7 +253,11 @@ class Processes(ABC):
                 return torch.cat([mine, *[values[-1:]] * missing])
             return type(mine)([*mine, *[values[-1]] * missing])
 
-        yield {key: part(value) for key, value in inputs.items()} if isinstance(inputs, dict) else part(inputs)
+        yield (
+            {key: part(value) for key, value in inputs.items()}
+            if isinstance(inputs, dict)
+            else part(inputs)
+        )
 
 
 def _only(here: bool, function: _F) -> _F:
@@ -324,7 +335,9 @@ class PartialState(Processes):
 
     def __init__(self, cpu: bool = False, **options: Any) -> None:
         here = Environment.detect()
-        super().__init__(here, here.rank, here.world_size, here.local_rank if here.world_size > 1 else 0)
+        super().__init__(
+            here, here.rank, here.world_size, here.local_rank if here.world_size > 1 else 0
+        )
         self._accelerator = "cpu" if cpu else "auto"
         self._strategy: Strategy | None = None
 
@@ -333,7 +346,9 @@ class PartialState(Processes):
         """Whether processes compare collectives before the exchange; the setter applies to every `PartialState`."""
         if PartialState._debug is not None:
             return PartialState._debug
-        return any(one.debug for one in _OF_ACCELERATORS) or is_true(choose("debug", None, False).value)
+        return any(one.debug for one in _OF_ACCELERATORS) or is_true(
+            choose("debug", None, False).value
+        )
 
     @debug.setter
     def debug(self, debug: bool) -> None:
@@ -355,7 +370,9 @@ class PartialState(Processes):
 
     def _joined(self) -> Strategy:
         if self._strategy is None:
-            self._strategy = choose_strategy("auto", self._accelerator, "auto", 1, self.environment)[0]
+            self._strategy = choose_strategy(
+                "auto", self._accelerator, "auto", 1, self.environment
+            )[0]
             self._strategy.start()
         return self._strategy
 
@@ -461,7 +478,9 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
     return PartialState().collectives.broadcast_object_list(object_list, from_process)
 
 
-def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+def pad_across_processes(
+    tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> Any:
     """Pad nested tensors along ``dim`` to the largest length on any process, so that `gather` takes them.
 
     Every process must make this call.
@@ -487,7 +506,9 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     return PartialState().collectives.pad_across_processes(tensor, dim, pad_index, pad_first)
 
 
-def synchronize_rng_states(rng_types: Sequence[Any] | None, generator: torch.Generator | None = None) -> None:
+def synchronize_rng_states(
+    rng_types: Sequence[Any] | None, generator: torch.Generator | None = None
+) -> None:
     """Copy the states of the main process's random generators to every process; collective call.
 
     Args:
@@ -524,18 +545,26 @@ class ParallelRanks:
         if not self._divides_more_than_data:
             return None
         mesh: Any = self._strategy.mesh
-        sizes = {f"{axis}_size": size for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)}
+        sizes = {
+            f"{axis}_size": size for axis, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True)
+        }
         return ParallelismConfig(**sizes, plan=self._strategy.plan)
 
     @property
     def data_rank(self) -> int:
         """The data shard that this process reads; on a mesh the index of its model replica."""
-        return self.rank("dp_replicate") if self._divides_more_than_data else self._strategy.data.rank
+        return (
+            self.rank("dp_replicate") if self._divides_more_than_data else self._strategy.data.rank
+        )
 
     def rank(self, axis: str) -> int:
         """Return the rank of this process on an axis; 0 if the mesh lacks this axis."""
         mesh = self._strategy.mesh
-        return 0 if mesh is None or axis not in (mesh.mesh_dim_names or ()) else mesh.get_local_rank(axis)
+        return (
+            0
+            if mesh is None or axis not in (mesh.mesh_dim_names or ())
+            else mesh.get_local_rank(axis)
+        )
 
     @property
     def _divides_more_than_data(self) -> bool:

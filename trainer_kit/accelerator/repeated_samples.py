@@ -72,7 +72,9 @@ class _Cut:
         if isinstance(leaf, _TEXTS):
             raise refusal(f"a {type(leaf).__name__}", self.size)
         if isinstance(leaf, tuple):
-            holds_fields = self._is_named(leaf) or any(map(self._has_rows, leaf)) or len(leaf) != self.size
+            holds_fields = (
+                self._is_named(leaf) or any(map(self._has_rows, leaf)) or len(leaf) != self.size
+            )
         else:
             holds_fields = self._list_of_fields(leaf)
         if holds_fields:
@@ -123,7 +125,9 @@ class _Cut:
         if isinstance(value, Mapping):
             return value  # an empty one
         try:
-            if len(value) == self.size and len(part := value[: self.count]) == self.count:  # a table, for example
+            if (
+                len(value) == self.size and len(part := value[: self.count]) == self.count
+            ):  # a table, for example
                 return part
         except (TypeError, KeyError, IndexError):
             pass

@@ -25,7 +25,12 @@ from trainer_kit.accelerator.wrapping import compiled, uncompiled, unwrap
 from trainer_kit.checkpoint.weights import read_weights
 from trainer_kit.compat.accelerate_utilities import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from trainer_kit.compat.deepspeed import DeepSpeedPlugin
-from trainer_kit.compat.options import AutocastKwargs, DataLoaderConfiguration, ProjectConfiguration, TorchDynamoPlugin
+from trainer_kit.compat.options import (
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from trainer_kit.compat.refusals import refused
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.display import bar_class
@@ -176,7 +181,9 @@ def GatheredParameters(
         return nullcontext()
     import deepspeed
 
-    made: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(params, modifier_rank, fwd_module, enabled)
+    made: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
+        params, modifier_rank, fwd_module, enabled
+    )
     return made
 
 
@@ -209,7 +216,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
             found=str(args[0]),
             fix="pass main_process_only= by name",
         )
-    disable = kwargs.pop("disable", False) or (main_process_only and not PartialState().is_local_main_process)
+    disable = kwargs.pop("disable", False) or (
+        main_process_only and not PartialState().is_local_main_process
+    )
     return bar_class()(*args, disable=disable, **kwargs)
 
 
@@ -230,16 +239,23 @@ def copy_tensor_to_devices(tensor: Tensor | None = None) -> Tensor:
     state = PartialState()
     held = state.collectives.gather_object([tensor is not None])
     if sum(held) != 1:
-        raise ConfigurationError("exactly one process must pass the tensor", found=f"{sum(held)} have one")
+        raise ConfigurationError(
+            "exactly one process must pass the tensor", found=f"{sum(held)} have one"
+        )
     source = held.index(True)
-    shape, dtype = state.world.broadcast(None if tensor is None else (tensor.shape, tensor.dtype), source)
+    shape, dtype = state.world.broadcast(
+        None if tensor is None else (tensor.shape, tensor.dtype), source
+    )
     mine = torch.empty(shape, dtype=dtype) if tensor is None else tensor.detach().clone()
     copied: Tensor = state.world.broadcast(mine.to(state.device), source)
     return copied
 
 
 def save(
-    obj: Any, f: str | os.PathLike[str], save_on_each_node: bool = False, safe_serialization: bool = False
+    obj: Any,
+    f: str | os.PathLike[str],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
 ) -> None:
     """``torch.save`` on the main process; see `Accelerator.save`.
 
@@ -258,7 +274,10 @@ def save(
 
 
 def extract_model_from_parallel(
-    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
 ) -> nn.Module:
     """Return the user's model; see `Accelerator.unwrap_model`.
 
@@ -325,7 +344,9 @@ def load_fsdp_model(
 ) -> None:
     """Load the weights that `save_fsdp_model` wrote; the arguments are the same."""
     _refuse_adapters(adapter_only)
-    accelerator.strategy.load_module_state(unwrap(model), read_weights(_folder(input_dir, model_index)), True)
+    accelerator.strategy.load_module_state(
+        unwrap(model), read_weights(_folder(input_dir, model_index)), True
+    )
     accelerator.wait_for_everyone()
 
 
@@ -376,7 +397,9 @@ def _refuse_adapters(adapter_only: bool) -> None:
 
 class _LoaderType(_Recognised):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        raise ConfigurationError(f"a {cls.__name__} is created by prepare", fix="accelerator.prepare(loader)")
+        raise ConfigurationError(
+            f"a {cls.__name__} is created by prepare", fix="accelerator.prepare(loader)"
+        )
 
 
 class PreparedLoaderType(metaclass=_LoaderType):
@@ -458,7 +481,10 @@ def prepare_data_loader(
         raise refused("slice_fn_for_dispatch", "slice_fn_for_dispatch=...")
     state = PartialState()
     mine = (state.num_processes, state.process_index)
-    asked = (mine[0] if num_processes is None else num_processes, mine[1] if process_index is None else process_index)
+    asked = (
+        mine[0] if num_processes is None else num_processes,
+        mine[1] if process_index is None else process_index,
+    )
     if asked != mine or torch_device_mesh is not None:
         raise ConfigurationError(
             "a loader is always divided among the running processes",
@@ -501,7 +527,9 @@ def get_sampler(dataloader: Any) -> Any:
 class _TrackerType(_Recognised):
     name: str
 
-    def __call__(cls, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any) -> Any:
+    def __call__(
+        cls, run_name: str, logging_dir: str | os.PathLike[str] | None = None, **options: Any
+    ) -> Any:
         project = ProjectConfiguration(logging_dir=logging_dir)
         return Trackers([cls.name], PartialState(), project).make(cls.name, run_name, options)
 

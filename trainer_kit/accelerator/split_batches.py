@@ -61,7 +61,11 @@ class _BatchParts(BatchSampler):
 
     def __len__(self) -> int:
         parts = self._whole // self.batch_size
-        whole, rest = divmod(self._samples, self._whole) if self._samples is not None else (len(self.batches), 0)
+        whole, rest = (
+            divmod(self._samples, self._whole)
+            if self._samples is not None
+            else (len(self.batches), 0)
+        )
         return whole * parts + -(-rest // self.batch_size)
 
     @property
@@ -82,4 +86,6 @@ class _BatchParts(BatchSampler):
                     fix="leave split_batches out",
                 )
             short = len(batch) < self._whole
-            yield from (batch[at : at + self.batch_size] for at in range(0, len(batch), self.batch_size))
+            yield from (
+                batch[at : at + self.batch_size] for at in range(0, len(batch), self.batch_size)
+            )

@@ -16,7 +16,12 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from torch import Tensor
 
 from trainer_kit.accelerator.processes import Processes
-from trainer_kit.accelerator.run_directory import free_version, is_version, newest_version, remove_unused
+from trainer_kit.accelerator.run_directory import (
+    free_version,
+    is_version,
+    newest_version,
+    remove_unused,
+)
 from trainer_kit.compat.options import ProjectConfiguration
 from trainer_kit.core.arguments import word_of
 from trainer_kit.core.display import mask_secrets
@@ -31,7 +36,14 @@ from trainer_kit.loggers.run_logger import RunLogger
 from trainer_kit.report.events import read_events
 from trainer_kit.report.running import RunReport
 
-__all__ = ["GeneralTracker", "LoggerTracker", "LoggerType", "Trackers", "on_main_process", "register_tracker_class"]
+__all__ = [
+    "GeneralTracker",
+    "LoggerTracker",
+    "LoggerType",
+    "Trackers",
+    "on_main_process",
+    "register_tracker_class",
+]
 
 _IN_DIRECTORY: Final = ("tensorboard", "csv", "jsonl")
 _ONE_RUN: Final = ("csv", "jsonl")
@@ -203,7 +215,9 @@ class LoggerTracker(GeneralTracker):
                 if isinstance(value, str):
                     self.tracker.add_text(name, mask_secrets(value, name), self._step)
 
-    def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
+    def log_images(
+        self, values: Mapping[str, Any], step: int | None = None, **options: Any
+    ) -> None:
         """Log images.
 
         Args:
@@ -255,7 +269,9 @@ class _Queued:
         if config is not None:
             self.tracker.store_init_configuration(dict(config))
 
-    def log_metrics(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any], at: float) -> None:
+    def log_metrics(
+        self, values: dict[str, Any], step: int | None, options: Mapping[str, Any], at: float
+    ) -> None:
         if isinstance(self.tracker, LoggerTracker):
             self.tracker.log_at(values, step, at)
         else:
@@ -286,7 +302,9 @@ def _divided(values: Mapping[str, Any], outer: str = "") -> tuple[dict[str, floa
     for key, value in values.items():
         name = f"{outer}{key}"
         if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1):
-            numbers[name] = float(value.detach() if isinstance(value, Tensor) else value)  # sync point: the user logs
+            numbers[name] = float(
+                value.detach() if isinstance(value, Tensor) else value
+            )  # sync point: the user logs
         elif isinstance(value, Mapping):
             inner, rest = _divided(value, f"{name}/")
             numbers.update(inner)
@@ -314,7 +332,9 @@ class Trackers:
         version: the directory of this run below that of the project, on the main process; "" for the first run there.
     """
 
-    def __init__(self, log_with: list[Any], processes: Processes, project: ProjectConfiguration) -> None:
+    def __init__(
+        self, log_with: list[Any], processes: Processes, project: ProjectConfiguration
+    ) -> None:
         for one in log_with:
             if not isinstance(one, (str, GeneralTracker, Logger)):
                 raise ConfigurationError(
@@ -390,7 +410,12 @@ class Trackers:
         self.continues = True
         self._continued = str(version) if is_version(version) else ""
         begun = self._report is None or self._facts is None
-        if begun or self._runs is None or self._continued == self.version or not self._processes.is_main_process:
+        if (
+            begun
+            or self._runs is None
+            or self._continued == self.version
+            or not self._processes.is_main_process
+        ):
             return
         if not (self._runs / self._continued).is_dir():
             return
@@ -418,7 +443,10 @@ class Trackers:
 
         def described() -> dict[str, Any]:
             found = facts()
-            rows = [["config", *item, "init_trackers"] for item in flatten(plain(params_dict(config or {}))).items()]
+            rows = [
+                ["config", *item, "init_trackers"]
+                for item in flatten(plain(params_dict(config or {}))).items()
+            ]
             return {**found, "title": project, "configuration": rows + found["configuration"]}
 
         self._facts, self._step = described, -1
@@ -448,14 +476,20 @@ class Trackers:
         facts, self._facts = self._facts, None
         if not self._processes.is_main_process:
             return
-        earlier = [event.get("run") for event in read_events(self._report.directory) if event["event"] == "start"]
+        earlier = [
+            event.get("run")
+            for event in read_events(self._report.directory)
+            if event["event"] == "start"
+        ]
         continues = self.continues and bool(earlier)
         run = earlier[-1] if continues else secrets.token_hex(8)
         try:
             found = {**facts(), "run": run}
         except Exception as error:  # describing the user's objects may fail
             found = {"run": run, "explain": f"not available: {type(error).__name__}: {error}"}
-        self._report.begin("fit", found, self._processes.num_processes, step - 1 if continues else 0)
+        self._report.begin(
+            "fit", found, self._processes.num_processes, step - 1 if continues else 0
+        )
 
     def _end_report(self, status: str, error: BaseException | None = None) -> None:
         self._begin_report(0)
@@ -466,7 +500,9 @@ class Trackers:
     def _leave(self) -> None:
         self._deliveries.call("save")  # some loggers write many rows together
         self._deliveries.close(None)
-        error = getattr(sys, "last_value", None)  # the exception that ended the script; a SystemExit is not kept there
+        error = getattr(
+            sys, "last_value", None
+        )  # the exception that ended the script; a SystemExit is not kept there
         if error is None:
             self._end_report("exited")
         elif isinstance(error, KeyboardInterrupt):
@@ -489,11 +525,18 @@ class Trackers:
     def make(self, one: Any, project: str, options: dict[str, Any]) -> GeneralTracker:
         if not isinstance(one, str):
             name = getattr(one, "name", None)
-            made = one if isinstance(one, GeneralTracker) else LoggerTracker(str(name or type(one).__name__), one)
-            complete = isinstance(name, str) and (hasattr(type(one), "tracker") or "tracker" in vars(one))
+            made = (
+                one
+                if isinstance(one, GeneralTracker)
+                else LoggerTracker(str(name or type(one).__name__), one)
+            )
+            complete = isinstance(name, str) and (
+                hasattr(type(one), "tracker") or "tracker" in vars(one)
+            )
             if made is one and self._writes(made) and not complete:
                 raise ConfigurationError(
-                    "a tracker has a name and a tracker", found=f"{type(one).__name__} without one of them"
+                    "a tracker has a name and a tracker",
+                    found=f"{type(one).__name__} without one of them",
                 )
             return made if self._writes(made) else _NoTracker(made.name)
         kind = LOGGERS.get(one)
@@ -507,13 +550,18 @@ class Trackers:
             return made
         if one in _PROJECT:
             save_dir = self._project.logging_path or "."
-            return LoggerTracker(one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options}))
+            return LoggerTracker(
+                one, kind(**{_PROJECT[one]: project, "save_dir": save_dir, **options})
+            )
         if one in _ONE_RUN and "version" not in options:
             return LoggerTracker(
-                one, self._in_run_directory(kind(self._directory(one), **{"name": project, **options}))
+                one,
+                self._in_run_directory(kind(self._directory(one), **{"name": project, **options})),
             )
         if one in _IN_DIRECTORY:
-            return LoggerTracker(one, kind(self._directory(one), **{"name": project, "version": "", **options}))
+            return LoggerTracker(
+                one, kind(self._directory(one), **{"name": project, "version": "", **options})
+            )
         return LoggerTracker(one, kind(**options))
 
     def _directory(self, word: str) -> str:
@@ -525,7 +573,9 @@ class Trackers:
             )
         return directory
 
-    def log(self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any] | None) -> None:
+    def log(
+        self, values: Mapping[str, Any], step: int | None, log_kwargs: Mapping[str, Any] | None
+    ) -> None:
         """Log values with every tracker, on the main process.
 
         Args:
@@ -553,7 +603,9 @@ class Trackers:
         self._deliveries.wait()
         for tracker in self.started:
             if tracker.name == word_of(name):
-                return tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
+                return (
+                    tracker.tracker if unwrap and not isinstance(tracker, _NoTracker) else tracker
+                )
         raise ConfigurationError(
             f"unknown tracker {name!r}",
             found=", ".join(tracker.name for tracker in self.started) or "none is started",

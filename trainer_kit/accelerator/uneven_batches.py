@@ -14,7 +14,13 @@ __all__ = ["Turn", "evened", "filled"]
 
 _PLAIN: Final = (str, bytes, int, float, type(None))
 _NESTED: Final = (Tensor, Mapping, list, tuple)
-_REFUSED: Final = (TypeError, ValueError, KeyError, IndexError, RuntimeError)  # raised for batches that cannot be cut
+_REFUSED: Final = (
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    RuntimeError,
+)  # raised for batches that cannot be cut
 
 Turn = list[tuple[Any, int]]
 """One batch per process, each with its number of samples."""
@@ -55,15 +61,21 @@ def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
     each = -(-total // processes)
     rows = [row % total for row in range(each * processes)] if total else []
     try:
-        made = [_taken(batches, sizes, rows[at : at + each], columns) for at in range(0, each * processes, each or 1)]
+        made = [
+            _taken(batches, sizes, rows[at : at + each], columns)
+            for at in range(0, each * processes, each or 1)
+        ]
         if len(made) == processes:
-            return [(part, each) for part in made], [min(each, max(0, total - r * each)) for r in range(processes)]
+            return [(part, each) for part in made], [
+                min(each, max(0, total - r * each)) for r in range(processes)
+            ]
     except _REFUSED:
         pass
     longest, parts = max(sizes), turn
     try:
         parts = [
-            (_taken([batch], [size], [row % size for row in range(longest)], columns), longest) for batch, size in turn
+            (_taken([batch], [size], [row % size for row in range(longest)], columns), longest)
+            for batch, size in turn
         ]
     except (*_REFUSED, ZeroDivisionError):
         pass
@@ -73,13 +85,19 @@ def evened(turn: Turn, processes: int, columns: bool) -> tuple[Turn, list[int]]:
 def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], columns: bool) -> Any:
     """Return the samples ``rows`` of concatenated batches; raise an error for a value without one entry per sample."""
     one = parts[0]
-    if isinstance(one, Tensor) and all(part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)):
+    if isinstance(one, Tensor) and all(
+        part.ndim and len(part) == n for part, n in zip(parts, sizes, strict=True)
+    ):
         return torch.cat(list(parts))[list(rows)]
     if isinstance(one, Mapping):
-        return type(one)({key: _taken([part[key] for part in parts], sizes, rows, columns) for key in one})  # type: ignore[call-arg]
+        return type(one)(
+            {key: _taken([part[key] for part in parts], sizes, rows, columns) for key in one}
+        )  # type: ignore[call-arg]
     if isinstance(one, (list, tuple)):
         lengths = [len(part) for part in parts]
-        if lengths == list(sizes) and not any(isinstance(item, _NESTED) for part in parts for item in part):
+        if lengths == list(sizes) and not any(
+            isinstance(item, _NESTED) for part in parts for item in part
+        ):
             items = [item for part in parts for item in part]
             return type(one)([items[row] for row in rows])
         if len(set(lengths)) > 1 or (lengths == list(sizes) and not columns):
@@ -89,4 +107,6 @@ def _taken(parts: Sequence[Any], sizes: Sequence[int], rows: Sequence[int], colu
     scalar = isinstance(one, Tensor) and not one.ndim
     if (scalar or isinstance(one, _PLAIN)) and all(bool(one == part) for part in parts):
         return one  # not a value per sample
-    raise TypeError(f"a {type(one).__name__} that has no entry for each sample, or differs from batch to batch")
+    raise TypeError(
+        f"a {type(one).__name__} that has no entry for each sample, or differs from batch to batch"
+    )

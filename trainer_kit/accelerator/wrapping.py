@@ -80,7 +80,10 @@ def unwrap(model: nn.Module, keep_fp32_wrapper: bool = True) -> nn.Module:
         keep_fp32_wrapper: False also removes the precision from the model's forward.
     """
     while True:
-        if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule, FabricModule)):
+        if isinstance(
+            model,
+            (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineModule, FabricModule),
+        ):
             model = model.module
         elif (inner := uncompiled(model)) is not model:
             model = inner
@@ -136,7 +139,9 @@ def compiled(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         made: Any = torch.compile(model, **options)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            "torch.compile rejects these options", found=f"{options}: {error}", fix='use dynamo_backend="inductor"'
+            "torch.compile rejects these options",
+            found=f"{options}: {error}",
+            fix='use dynamo_backend="inductor"',
         ) from error
     return made  # type: ignore[no-any-return]
 

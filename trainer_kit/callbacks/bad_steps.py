@@ -66,10 +66,13 @@ class SpikeDetection(Callback):
                     fix=did_you_mean(value, known),
                 )
         if window < 1:
-            raise ConfigurationError("the running mean needs a window of at least one step", found=f"window={window}")
+            raise ConfigurationError(
+                "the running mean needs a window of at least one step", found=f"window={window}"
+            )
         if warmup < 0 or not rtol >= 0 or (atol is not None and not atol >= 0):
             raise ConfigurationError(
-                "warmup, atol and rtol are 0 or more", found=f"warmup={warmup}, atol={atol}, rtol={rtol}"
+                "warmup, atol and rtol are 0 or more",
+                found=f"warmup={warmup}, atol={atol}, rtol={rtol}",
             )
         self.mode, self.window, self.warmup, self.atol, self.rtol = mode, window, warmup, atol, rtol
         self.action = action
@@ -89,7 +92,12 @@ class SpikeDetection(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Losses that are not judged yet are read here: a sync point of a checkpoint."""
         kept = [[step, float(loss)] for step, loss in self._kept]  # sync point: a checkpoint
-        return {"recent": list(self._recent), "judged": self._judged, "spikes": dict(self.spikes), "kept": kept}
+        return {
+            "recent": list(self._recent),
+            "judged": self._judged,
+            "spikes": dict(self.spikes),
+            "kept": kept,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._recent = deque(state_dict["recent"], maxlen=self.window)
@@ -129,7 +137,9 @@ class SpikeDetection(Callback):
         """The mean loss of each step over its micro-batches and all ranks, equal on every rank."""
         kept, self._kept = self._kept, []
         last = trainer.global_step
-        values = torch.stack([loss.reshape(()).float() for _, loss in kept]).tolist() if kept else []  # sync point
+        values = (
+            torch.stack([loss.reshape(()).float() for _, loss in kept]).tolist() if kept else []
+        )  # sync point
         own = [(step, value) for (step, _), value in zip(kept, values, strict=True)]
         first = min((step for step, _ in own), default=last)
         world = trainer.strategy.world
@@ -203,11 +213,16 @@ class NaNGuard(Callback):
     """
 
     def __init__(
-        self, policy: Literal["raise", "skip", "rollback"] = "raise", n: int | None = None, max_skips: int = 10
+        self,
+        policy: Literal["raise", "skip", "rollback"] = "raise",
+        n: int | None = None,
+        max_skips: int = 10,
     ) -> None:
         if policy not in _POLICIES:
             raise ConfigurationError(
-                "NaNGuard has no such policy", found=repr(policy), fix=did_you_mean(str(policy), _POLICIES)
+                "NaNGuard has no such policy",
+                found=repr(policy),
+                fix=did_you_mean(str(policy), _POLICIES),
             )
         if (n is not None) != (policy == "rollback") or (n or 0) < 0 or max_skips < 0:
             raise ConfigurationError(

@@ -65,7 +65,10 @@ class CheckpointName:
             if field == "" or conversion:
                 raise ValueError("a field is a name and perhaps a format")
             if field is not None:
-                format(1 if field in ("epoch", "step") or (spec or "").endswith("d") else 1.0, spec or "")
+                format(
+                    1 if field in ("epoch", "step") or (spec or "").endswith("d") else 1.0,
+                    spec or "",
+                )
             yield text, field, spec or ""
 
     def __call__(self, values: Mapping[str, Any], equals: str = "=") -> str:
@@ -144,7 +147,9 @@ class Retention:
         self.late: list[str] = []
         self.spare = ""
         self.tainted: set[str] = set()
-        self._asked: dict[str, float | None] = {}  # scores of the requests that are not durable yet, in order
+        self._asked: dict[
+            str, float | None
+        ] = {}  # scores of the requests that are not durable yet, in order
         self._base = self._snapshot()  # the state before the first of these requests
 
     @property
@@ -178,12 +183,21 @@ class Retention:
     def durable_best(self) -> str:
         """The best durable checkpoint, kept or not yet deleted, or ""."""
         with _LOCK:
-            scores = {path: score for path, (_, score) in self.displaced.items() if score is not None} | self.kept
-        return self._best({path: score for path, score in scores.items() if path not in self._asked})
+            scores = {
+                path: score for path, (_, score) in self.displaced.items() if score is not None
+            } | self.kept
+        return self._best(
+            {path: score for path, score in scores.items() if path not in self._asked}
+        )
 
     def holds(self, path: str) -> bool:
         """Whether this callback keeps ``path``, has requested it, or will delete it."""
-        return path in self.kept or path in self._asked or path in self.displaced or path == self.newest
+        return (
+            path in self.kept
+            or path in self._asked
+            or path in self.displaced
+            or path == self.newest
+        )
 
     @property
     def live(self) -> set[str]:
@@ -216,7 +230,10 @@ class Retention:
                 self._replay()
             else:
                 self._apply(path, score)
-                self.late = [*self.late, *self.yielding]  # delete them once the next checkpoint is durable
+                self.late = [
+                    *self.late,
+                    *self.yielding,
+                ]  # delete them once the next checkpoint is durable
 
     def _apply(self, path: str, score: float | None) -> None:
         previous, self.newest = self.newest, path
@@ -249,7 +266,11 @@ class Retention:
                 self._asked, self._base = later, self._snapshot()
                 self._replay()
             stays = (path, self.spare, self._last_finite())
-            ready = [other for other, (by, _) in self.displaced.items() if by not in self._asked and other not in stays]
+            ready = [
+                other
+                for other, (by, _) in self.displaced.items()
+                if by not in self._asked and other not in stays
+            ]
             for other in ready:
                 del self.displaced[other]
                 self._base[2].pop(other, None)
@@ -276,7 +297,9 @@ class Retention:
                 del self._asked[path]
                 self._replay()
 
-    def _snapshot(self) -> tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str]:
+    def _snapshot(
+        self,
+    ) -> tuple[dict[str, float], str, dict[str, tuple[str, float | None]], list[str], str]:
         return dict(self.kept), self.newest, dict(self.displaced), list(self.yielding), self.spare
 
     def _replay(self) -> None:
@@ -302,7 +325,12 @@ class Retention:
         tainted: Iterable[str],
     ) -> None:
         """Restore the state from a checkpoint; no save is in progress then."""
-        self.kept, self.newest, self.yielding, self.spare = dict(kept), newest, list(yielding), spare
+        self.kept, self.newest, self.yielding, self.spare = (
+            dict(kept),
+            newest,
+            list(yielding),
+            spare,
+        )
         self.displaced = dict.fromkeys([*yielding, *filter(None, [spare])], ("", None))
         self.tainted = set(tainted)
         self._asked = {}
@@ -392,7 +420,9 @@ class CheckpointFiles:
             "",
             None,
         )  # the best in the directory that the run used before the resume
-        self._taken: list[str] = []  # names that existed before this run, which it must not overwrite
+        self._taken: list[
+            str
+        ] = []  # names that existed before this run, which it must not overwrite
         self._others: list[CheckpointFiles] = []
         self._is_zero = False
 
@@ -401,7 +431,9 @@ class CheckpointFiles:
         """The best requested checkpoint and its score, here or in the directory before the resume; ``("", None)``."""
         path, (before, value) = self.retention.best, self._before
         score = self.retention.kept.get(path)
-        if before and (score is None or (value is not None and not self.retention.better(score, value))):
+        if before and (
+            score is None or (value is not None and not self.retention.better(score, value))
+        ):
             return self._before
         return path, score
 
@@ -424,7 +456,9 @@ class CheckpointFiles:
         from trainer_kit.core.collective_errors import on_rank_zero
 
         kept, newest, before = self.retention.kept, self.retention.newest, self._before[0]
-        gone, there, cut_short = on_rank_zero(trainer.strategy.world, lambda: self._read_directory(restored))
+        gone, there, cut_short = on_rank_zero(
+            trainer.strategy.world, lambda: self._read_directory(restored)
+        )
         # Deleted by the user, or by a later part of the run before it was resumed from here.
         for path in gone:
             kept.pop(path, None)
@@ -458,7 +492,9 @@ class CheckpointFiles:
             return gone, [], lookup(self.dirpath, "last") == locate(held.newest)
         return gone, sorted(entry.name for entry in entries(locate(self.dirpath))), False
 
-    def ask(self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True) -> str:
+    def ask(
+        self, trainer: TrainerLike, reason: str, score: float | None, together: bool = True
+    ) -> str:
         """Request a checkpoint of this step; a score of None keeps it only as the newest.
 
         Args:
@@ -473,7 +509,10 @@ class CheckpointFiles:
         path = ""
         if trainer.is_global_zero or not together:
             metrics = trainer.callback_metrics
-            epoch, step = metrics.get("epoch", trainer.current_epoch), metrics.get("step", trainer.global_step)
+            epoch, step = (
+                metrics.get("epoch", trainer.current_epoch),
+                metrics.get("step", trainer.global_step),
+            )
             values = {**metrics, "epoch": int(epoch), "step": int(step)}
             path = self._free(values, trainer.global_step)
             self._aliases[path] = self.alias(values) if self.alias is not None else ""
@@ -523,11 +562,17 @@ class CheckpointFiles:
         alias, before = self._aliases.pop(path, ""), self._marked
         self._marked = alias
         names: dict[str, str | None] = {before: None} if before else {}
-        names |= {name: value for name, value in ((alias, path), ("last", path), ("best", best)) if name and value}
+        names |= {
+            name: value
+            for name, value in ((alias, path), ("last", path), ("best", best))
+            if name and value
+        }
         problem = write_lightning_file(path) if self.also_lightning and self._is_zero else None
         return self._delete_replaced(path, ready, names) or problem
 
-    def _delete_replaced(self, path: str, ready: list[str], names: Mapping[str, str | None]) -> str | None:
+    def _delete_replaced(
+        self, path: str, ready: list[str], names: Mapping[str, str | None]
+    ) -> str | None:
         """Point ``names`` of the index at checkpoints, then delete those that the durable ``path`` replaced.
 
         Returns:
@@ -543,7 +588,9 @@ class CheckpointFiles:
             if names:
                 mark(self.dirpath, **names)
             for old in ready:
-                if locate(old).exists() and not any(other.retention.holds(old) for other in self._others):
+                if locate(old).exists() and not any(
+                    other.retention.holds(old) for other in self._others
+                ):
                     remove_checkpoint(old)
                     if any(files.also_lightning for files in (self, *self._others)):
                         remove_lightning_file(old)
@@ -572,11 +619,17 @@ class CheckpointFiles:
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
         """Restore ``state``; False, with only the best restored, if it describes another directory."""
         place = state["dirpath"]
-        if self.dirpath is not None and place != self.dirpath and _has_moved(place, self.dirpath, state["newest"]):
+        if (
+            self.dirpath is not None
+            and place != self.dirpath
+            and _has_moved(place, self.dirpath, state["newest"])
+        ):
             state, place = _moved(state, self.dirpath), self.dirpath
         best, kept = state["best"], state["kept"]
         here = self.dirpath is None or place == self.dirpath
-        self._before = ("", None) if here and best in kept else (best, state.get("best_score", kept.get(best)))
+        self._before = (
+            ("", None) if here and best in kept else (best, state.get("best_score", kept.get(best)))
+        )
         if not here:
             if self._is_zero and not self._default:
                 warnings.warn(
@@ -606,7 +659,9 @@ def _has_moved(old: str, new: str, newest: str) -> bool:
         return False
     if os.path.realpath(old) == os.path.realpath(new):
         return True
-    return not os.path.exists(old) and os.path.isdir(os.path.join(new, os.path.basename(newest) or os.curdir))
+    return not os.path.exists(old) and os.path.isdir(
+        os.path.join(new, os.path.basename(newest) or os.curdir)
+    )
 
 
 def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -621,7 +676,10 @@ def _moved(state: Mapping[str, Any], place: str) -> dict[str, Any]:
         "dirpath": place,
         "kept": {there(path): score for path, score in state["kept"].items()},
         **{name: there(state.get(name, "")) for name in ("best", "newest", "spare", "unrated")},
-        **{name: [there(path) for path in state.get(name, ())] for name in ("yielding", "not_finite")},
+        **{
+            name: [there(path) for path in state.get(name, ())]
+            for name in ("yielding", "not_finite")
+        },
     }
 
 

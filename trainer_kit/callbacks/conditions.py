@@ -12,7 +12,15 @@ from trainer_kit.core.progress import Duration, DurationLike
 from trainer_kit.core.protocols import TrainerLike
 from trainer_kit.core.states import names_validation
 
-__all__ = ["Monitor", "check_validation", "epoch_ends_here", "following", "has_validation", "in_run", "the_only"]
+__all__ = [
+    "Monitor",
+    "check_validation",
+    "epoch_ends_here",
+    "following",
+    "has_validation",
+    "in_run",
+    "the_only",
+]
 
 
 def following(count: int | float, every: int | float) -> int | float:
@@ -54,8 +62,14 @@ def the_only(**given: tuple[DurationLike | None, str]) -> Duration | None:
         >>> the_only(every_n_steps=(100, "st"), every_n_epochs=(None, "ep"))
         Duration('100st')
     """
-    intervals = {name: Duration.parse(value, unit) for name, (value, unit) in given.items() if value is not None}
-    found = {name: every for name, every in intervals.items() if every.value > 0 or every.unit == "s"}
+    intervals = {
+        name: Duration.parse(value, unit)
+        for name, (value, unit) in given.items()
+        if value is not None
+    }
+    found = {
+        name: every for name, every in intervals.items() if every.value > 0 or every.unit == "s"
+    }
     if len(found) > 1:
         raise ConfigurationError(
             "a callback takes one interval only",
@@ -86,7 +100,9 @@ class Monitor:
     def __init__(self, name: str, mode: str, owner: str) -> None:
         if mode not in ("min", "max"):
             raise ConfigurationError(
-                f"{owner}(mode=) must be 'min' or 'max'", found=repr(mode), fix=did_you_mean(str(mode), ("min", "max"))
+                f"{owner}(mode=) must be 'min' or 'max'",
+                found=repr(mode),
+                fix=did_you_mean(str(mode), ("min", "max")),
             )
         self.name, self.mode, self.owner = name, mode, owner
         self.worst = float("inf") if mode == "min" else float("-inf")
@@ -95,7 +111,9 @@ class Monitor:
         """Whether ``value`` is strictly better; NaN never is."""
         return value < than if self.mode == "min" else value > than
 
-    def read(self, trainer: TrainerLike, counts: Mapping[str, int] = MappingProxyType({})) -> tuple[float | None, int]:
+    def read(
+        self, trainer: TrainerLike, counts: Mapping[str, int] = MappingProxyType({})
+    ) -> tuple[float | None, int]:
         """The value on rank 0 (None if it was not logged), and the step whose weights it describes.
 
         Collective, and a sync point: every rank must call it.
@@ -114,7 +132,11 @@ class Monitor:
     def missing(self, trainer: TrainerLike) -> ConfigurationError:
         """The error for a value that was not logged in time."""
         known = sorted(trainer.callback_metrics)
-        fix = did_you_mean(self.name, known) if known else f'call self.log("{self.name}", value) in a step'
+        fix = (
+            did_you_mean(self.name, known)
+            if known
+            else f'call self.log("{self.name}", value) in a step'
+        )
         lacks = names_validation(self.name) and not has_validation(trainer)
         return ConfigurationError(
             f"{self.owner} monitors {self.name!r}, but no value of this name is logged",
@@ -128,7 +150,9 @@ def has_validation(trainer: TrainerLike) -> bool:
     return sum(trainer.num_val_batches) > 0
 
 
-def check_validation(trainer: TrainerLike, owner: str, monitor: str | None, only_after: str | None) -> None:
+def check_validation(
+    trainer: TrainerLike, owner: str, monitor: str | None, only_after: str | None
+) -> None:
     """Answer, before the first step, a callback that waits for the validation of a fit that has none.
 
     A training step or another callback may log a value of any name, so a name alone is a reason for a line only.
@@ -142,7 +166,9 @@ def check_validation(trainer: TrainerLike, owner: str, monitor: str | None, only
     Raises:
         ConfigurationError: ``only_after`` is given, so the callback would never act.
     """
-    if has_validation(trainer) or trainer.reload_dataloaders_every_n_epochs:  # later epochs may validate
+    if (
+        has_validation(trainer) or trainer.reload_dataloaders_every_n_epochs
+    ):  # later epochs may validate
         return
     fix = "define validation_step, and pass a validation loader"
     if only_after is not None:
@@ -163,4 +189,6 @@ def epoch_ends_here(trainer: TrainerLike) -> bool:
 
     An epoch of unknown length answers False.
     """
-    return trainer.progress.epoch_batch == trainer.num_training_batches  # beyond it, the length was only a hint
+    return (
+        trainer.progress.epoch_batch == trainer.num_training_batches
+    )  # beyond it, the length was only a hint

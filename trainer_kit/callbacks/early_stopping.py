@@ -11,7 +11,12 @@ from typing import Any, ClassVar, Literal, final
 import torch
 from torch import Tensor
 
-from trainer_kit.callbacks.conditions import Monitor, check_validation, epoch_ends_here, has_validation
+from trainer_kit.callbacks.conditions import (
+    Monitor,
+    check_validation,
+    epoch_ends_here,
+    has_validation,
+)
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.protocols import ModuleLike, TrainerLike
@@ -106,7 +111,10 @@ class EarlyStopping(Callback):
         self.monitor, self.mode = monitor, mode
         self.min_delta, self.patience = min_delta, patience
         self.verbose, self.strict, self.check_finite = verbose, strict, check_finite
-        self.stopping_threshold, self.divergence_threshold = stopping_threshold, divergence_threshold
+        self.stopping_threshold, self.divergence_threshold = (
+            stopping_threshold,
+            divergence_threshold,
+        )
         self.check_on_train_epoch_end = check_on_train_epoch_end
         self.log_rank_zero_only = log_rank_zero_only
         self._active = False
@@ -119,7 +127,9 @@ class EarlyStopping(Callback):
         self.stopping_reason_message: str | None = None
         self._best = self._monitor.worst
         self._checked = -1  # the step whose weights the last checked value describes
-        self._validated = False  # validation ran at this step, and on_train_epoch_end follows at the same step
+        self._validated = (
+            False  # validation ran at this step, and on_train_epoch_end follows at the same step
+        )
         self._logged_late = False  # training epochs log the value: after validation it is still the previous epoch's
 
     @property
@@ -157,7 +167,9 @@ class EarlyStopping(Callback):
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._active and self.strict:
-            only = "check_on_train_epoch_end=False" if self.check_on_train_epoch_end is False else None
+            only = (
+                "check_on_train_epoch_end=False" if self.check_on_train_epoch_end is False else None
+            )
             check_validation(trainer, "EarlyStopping", self.monitor, only)
 
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -189,7 +201,9 @@ class EarlyStopping(Callback):
                 warnings.warn(str(self._monitor.missing(trainer)), RuntimeWarning, stacklevel=2)
             return
         self._checked = logged_at
-        if self.stopping_reason_message is not None:  # the request waits for min_epochs or min_steps
+        if (
+            self.stopping_reason_message is not None
+        ):  # the request waits for min_epochs or min_steps
             trainer.withdraw_stop(self.stopping_reason_message)
         self.stopped_epoch, self.stopping_reason_message = 0, None
         self.stopping_reason, message = self._judge(current)
@@ -204,11 +218,20 @@ class EarlyStopping(Callback):
         """Count one value; returns the reason to stop (or NOT_STOPPED) and a sentence with the numbers."""
         name, better = self.monitor, self._monitor.better
         if self.check_finite and not math.isfinite(current):
-            return EarlyStoppingReason.NON_FINITE_METRIC, f"{name} = {current} is not finite (best {self._best:.6g})"
+            return (
+                EarlyStoppingReason.NON_FINITE_METRIC,
+                f"{name} = {current} is not finite (best {self._best:.6g})",
+            )
         if (limit := self.stopping_threshold) is not None and better(current, limit):
-            return EarlyStoppingReason.STOPPING_THRESHOLD, f"{name} = {current:.6g} is past its goal of {limit:.6g}"
+            return (
+                EarlyStoppingReason.STOPPING_THRESHOLD,
+                f"{name} = {current:.6g} is past its goal of {limit:.6g}",
+            )
         if (limit := self.divergence_threshold) is not None and better(limit, current):
-            return EarlyStoppingReason.DIVERGENCE_THRESHOLD, f"{name} = {current:.6g} is worse than {limit:.6g}"
+            return (
+                EarlyStoppingReason.DIVERGENCE_THRESHOLD,
+                f"{name} = {current:.6g} is worse than {limit:.6g}",
+            )
         margin = self.min_delta if self.mode == "min" else -self.min_delta
         if better(current + margin, self._best):
             message = f"{name} improved from {self._best:.6g} to {current:.6g}"

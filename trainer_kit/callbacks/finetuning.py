@@ -39,17 +39,25 @@ class BaseFinetuning(Callback):
         ...             self.unfreeze_and_add_param_group(pl_module.body, optimizer)
     """
 
-    never_called: ClassVar[Mapping[str, str]] = {"_store": "parameter groups are in every checkpoint"}
-    _adds_groups: ClassVar[bool] = False  # by itself, so that a second optimizer would step the same parameters
+    never_called: ClassVar[Mapping[str, str]] = {
+        "_store": "parameter groups are in every checkpoint"
+    }
+    _adds_groups: ClassVar[bool] = (
+        False  # by itself, so that a second optimizer would step the same parameters
+    )
 
     def __init__(self) -> None:
         self._begun = -1  # the epoch for which finetune_function ran last
-        self._tracking: dict[str, bool] = {}  # of a checkpoint: by batch norm, whether it updates running statistics
+        self._tracking: dict[
+            str, bool
+        ] = {}  # of a checkpoint: by batch norm, whether it updates running statistics
         self._module: Any = None
 
     def freeze_before_training(self, pl_module: Any) -> None:
         """Freeze the layers that are not trained at first; called in a fit's ``setup``, before the optimizers exist."""
-        raise NotImplementedError(f"{type(self).__name__} must override freeze_before_training(self, pl_module)")
+        raise NotImplementedError(
+            f"{type(self).__name__} must override freeze_before_training(self, pl_module)"
+        )
 
     def finetune_function(self, pl_module: Any, epoch: int, optimizer: Optimizer) -> None:
         """Unfreeze the layers that are trained from now on; called for each optimizer when ``epoch`` starts."""
@@ -73,12 +81,16 @@ class BaseFinetuning(Callback):
         return list(dict.fromkeys(m for m in found if not list(m.children()) or m._parameters))
 
     @staticmethod
-    def filter_params(modules: _Modules, train_bn: bool = True, requires_grad: bool = True) -> Iterable[nn.Parameter]:
+    def filter_params(
+        modules: _Modules, train_bn: bool = True, requires_grad: bool = True
+    ) -> Iterable[nn.Parameter]:
         """The parameters of these modules with this flag; ``train_bn=False`` leaves out batch norms."""
         for module in BaseFinetuning.flatten_modules(modules):
             if isinstance(module, _BatchNorm) and not train_bn:
                 continue
-            yield from (p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad)
+            yield from (
+                p for p in module.parameters(recurse=False) if p.requires_grad == requires_grad
+            )
 
     @staticmethod
     def freeze_module(module: nn.Module) -> None:
@@ -98,7 +110,9 @@ class BaseFinetuning(Callback):
             _train(module, train_bn and isinstance(module, _BatchNorm))
 
     @staticmethod
-    def filter_on_optimizer(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    def filter_on_optimizer(
+        optimizer: Optimizer, params: Iterable[nn.Parameter]
+    ) -> list[nn.Parameter]:
         """The parameters that the optimizer does not have."""
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         return [parameter for parameter in params if id(parameter) not in known]
@@ -132,13 +146,18 @@ class BaseFinetuning(Callback):
             )
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else lr
-        added = BaseFinetuning.filter_on_optimizer(optimizer, BaseFinetuning.filter_params(modules, train_bn))
+        added = BaseFinetuning.filter_on_optimizer(
+            optimizer, BaseFinetuning.filter_params(modules, train_bn)
+        )
         if added:
             optimizer.add_param_group({"params": added, "lr": rate})
 
     def state_dict(self) -> Mapping[str, Any]:
         norms = {} if self._module is None else dict(_batch_norms(self._module))
-        return {"epoch": self._begun, "tracking": {name: norm.track_running_stats for name, norm in norms.items()}}
+        return {
+            "epoch": self._begun,
+            "tracking": {name: norm.track_running_stats for name, norm in norms.items()},
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._begun, self._tracking = int(state_dict["epoch"]), dict(state_dict["tracking"])
@@ -168,7 +187,9 @@ class BaseFinetuning(Callback):
         for optimizer in trainer.optimizers:
             before = [group["lr"] for group in optimizer.param_groups]
             self.finetune_function(pl_module, epoch, optimizer)
-            changed = [i for i, rate in enumerate(before) if optimizer.param_groups[i]["lr"] != rate]
+            changed = [
+                i for i, rate in enumerate(before) if optimizer.param_groups[i]["lr"] != rate
+            ]
             _let_schedulers_follow(trainer, optimizer, changed)
 
 
@@ -183,7 +204,9 @@ def _batch_norms(module: Any) -> list[tuple[str, _BatchNorm]]:
     return [(name, one) for name, one in module.named_modules() if isinstance(one, _BatchNorm)]
 
 
-def _let_schedulers_follow(trainer: TrainerLike, optimizer: Optimizer, changed: Sequence[int]) -> None:
+def _let_schedulers_follow(
+    trainer: TrainerLike, optimizer: Optimizer, changed: Sequence[int]
+) -> None:
     """Keep the schedulers' own lists as long as the optimizer's groups; otherwise torch refuses the next step.
 
     Args:
@@ -251,11 +274,19 @@ class BackboneFinetuning(BaseFinetuning):
         super().__init__()
         if unfreeze_backbone_at_epoch < 0:
             raise ConfigurationError(
-                "epochs count from 0", found=f"unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch}"
+                "epochs count from 0",
+                found=f"unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch}",
             )
         self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
-        self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
-        self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
+        self.backbone_initial_ratio_lr, self.backbone_initial_lr = (
+            backbone_initial_ratio_lr,
+            backbone_initial_lr,
+        )
+        self.should_align, self.initial_denom_lr, self.train_bn = (
+            should_align,
+            initial_denom_lr,
+            train_bn,
+        )
         self.verbose, self.rounding = verbose, rounding
         self.previous_backbone_lr: float | None = None
         self._group = -1  # the backbone's in the optimizer
@@ -266,7 +297,10 @@ class BackboneFinetuning(BaseFinetuning):
         return {**super().state_dict(), **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.previous_backbone_lr, self._group = state_dict["previous_backbone_lr"], int(state_dict["group"])
+        self.previous_backbone_lr, self._group = (
+            state_dict["previous_backbone_lr"],
+            int(state_dict["group"]),
+        )
         super().load_state_dict(state_dict)
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -291,15 +325,21 @@ class BackboneFinetuning(BaseFinetuning):
                 ratio = self.backbone_initial_ratio_lr
                 first = rate / self.initial_denom_lr if ratio is None else rate * ratio
             self._group, self.previous_backbone_lr = len(groups), first
-            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer, first, train_bn=self.train_bn)
+            self.unfreeze_and_add_param_group(
+                pl_module.backbone, optimizer, first, train_bn=self.train_bn
+            )
         elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
             following = self.lambda_func(epoch + 1) * self.previous_backbone_lr
-            self.previous_backbone_lr = rate if self.should_align and following > rate else following
+            self.previous_backbone_lr = (
+                rate if self.should_align and following > rate else following
+            )
             if self._group < len(groups):
                 groups[self._group]["lr"] = self.previous_backbone_lr
         if self.verbose and self.previous_backbone_lr is not None:
             own = round(float(self.previous_backbone_lr), self.rounding)
-            self._print(f"epoch {epoch}: lr {round(float(rate), self.rounding)}, of the backbone {own}")
+            self._print(
+                f"epoch {epoch}: lr {round(float(rate), self.rounding)}, of the backbone {own}"
+            )
 
 
 @final
@@ -343,7 +383,11 @@ class LayerWiseUnfreezing(BaseFinetuning):
                 found=f"layers={layers!r}, unfreeze_at_epoch={unfreeze_at_epoch}, every_n_epochs={every_n_epochs},"
                 f" lr_factor={lr_factor}",
             )
-        self.layers, self.unfreeze_at_epoch, self.every_n_epochs = tuple(layers), unfreeze_at_epoch, every_n_epochs
+        self.layers, self.unfreeze_at_epoch, self.every_n_epochs = (
+            tuple(layers),
+            unfreeze_at_epoch,
+            every_n_epochs,
+        )
         self.lr_factor, self.train_bn = lr_factor, train_bn
 
     def freeze_before_training(self, pl_module: Any) -> None:

@@ -128,7 +128,11 @@ class GradientAccumulation(Callback):
         batches, count = progress.batch - self._at[0], self._count(trainer) - self._at[1]
         self._at = progress.batch, self._at[1] + count
         # A short last batch of an epoch, or a window that the epoch cut short, does not predict the next window.
-        if count > 0 and batches == self._length and progress.epoch_batch != trainer.num_training_batches:
+        if (
+            count > 0
+            and batches == self._length
+            and progress.epoch_batch != trainer.num_training_batches
+        ):
             self._per_batch = count / batches
             self._set(trainer)
 

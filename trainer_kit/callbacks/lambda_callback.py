@@ -59,7 +59,9 @@ class LambdaCallback(Callback):
         given = {name: function for name, function in hooks.items() if function is not None}
         for name, function in given.items():
             _check(name, function, f"LambdaCallback({name}=)")
-        self = _with_methods(cls, {name: staticmethod(_as_function(function)) for name, function in given.items()})
+        self = _with_methods(
+            cls, {name: staticmethod(_as_function(function)) for name, function in given.items()}
+        )
         self.hooks = given
         return self
 
@@ -99,14 +101,24 @@ class FunctionCallback(Callback):
     """
 
     def __new__(
-        cls, event: str, fn: Callable[..., Any], every: DurationLike | None = None, name: str | None = None
+        cls,
+        event: str,
+        fn: Callable[..., Any],
+        every: DurationLike | None = None,
+        name: str | None = None,
     ) -> FunctionCallback:
         hook = event if event in _HOOKS else f"on_{event}"
         _check(hook, fn, f"the function for {event!r}")
-        return _with_methods(cls, {hook: staticmethod(_as_function(fn)) if every is None else _when_due})
+        return _with_methods(
+            cls, {hook: staticmethod(_as_function(fn)) if every is None else _when_due}
+        )
 
     def __init__(
-        self, event: str, fn: Callable[..., Any], every: DurationLike | None = None, name: str | None = None
+        self,
+        event: str,
+        fn: Callable[..., Any],
+        every: DurationLike | None = None,
+        name: str | None = None,
     ) -> None:
         self.event = event if event in _HOOKS else f"on_{event}"
         self.fn = fn
@@ -117,7 +129,11 @@ class FunctionCallback(Callback):
         required, full = _counts(self.event)
         self._takes = full if takes(fn, full) else required
         # In on_train_epoch_end the epoch is not counted as completed yet.
-        self._ahead = int(self.event == "on_train_epoch_end" and self.every is not None and self.every.unit == "ep")
+        self._ahead = int(
+            self.event == "on_train_epoch_end"
+            and self.every is not None
+            and self.every.unit == "ep"
+        )
         self._leads = self.event in _LEADING
         self._counter, self._length = "step", 1.0
         self._next = math.inf
@@ -167,7 +183,11 @@ _C = TypeVar("_C", bound=Callback)
 def _with_methods(cls: type[_C], methods: Mapping[str, Any]) -> _C:
     # The bus calls the hooks that a class overrides: this new class has exactly the given hooks, and a static method
     # is called without a wrapper.
-    own = type(cls.__name__, (cls,), {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__})
+    own = type(
+        cls.__name__,
+        (cls,),
+        {**methods, "__module__": cls.__module__, "__qualname__": cls.__qualname__},
+    )
     return cast(_C, object.__new__(own))
 
 
@@ -198,13 +218,19 @@ def _check(hook: str, function: Callable[..., Any], where: str) -> None:
 
 def _interval(hook: str, every: DurationLike) -> Duration:
     if hook in ("setup", "on_fit_start"):
-        raise ConfigurationError(f"{hook} is called once, before the first batch", found=f"every={every!r}")
+        raise ConfigurationError(
+            f"{hook} is called once, before the first batch", found=f"every={every!r}"
+        )
     if hook.startswith("on_train_batch") or hook.endswith("_backward"):
         unit: str | None = "ba"
     elif hook.startswith("on_train_epoch"):
         unit = "ep"
     else:
-        unit = "st" if hook in ("on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad") else None
+        unit = (
+            "st"
+            if hook in ("on_train_step_end", "on_before_optimizer_step", "on_before_zero_grad")
+            else None
+        )
     interval = Duration.parse(every, unit)
     if interval.value == 0:
         raise ConfigurationError("an interval must be longer than zero", found=f"every={every!r}")

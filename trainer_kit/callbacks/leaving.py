@@ -52,7 +52,9 @@ class OnExceptionCheckpoint(Callback):
     def __init__(self, dirpath: str | os.PathLike[str], filename: str = "on_exception") -> None:
         if not filename or Path(filename).name != filename:
             raise ConfigurationError(
-                "filename must name a single directory", found=repr(filename), fix="pass the parent folder as dirpath"
+                "filename must name a single directory",
+                found=repr(filename),
+                fix="pass the parent folder as dirpath",
             )
         self.dirpath, self.filename = dirpath, filename
 
@@ -61,7 +63,9 @@ class OnExceptionCheckpoint(Callback):
         """Where the checkpoint is written."""
         return absolute(self.dirpath) / self.filename
 
-    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException
+    ) -> None:
         if not trainer.sanity_checking:
             reason = f"{type(exception).__name__}: {exception}"
             trainer.request_checkpoint(reason, _Request(reason, self.ckpt_path))
@@ -100,7 +104,10 @@ class Preemption(Callback):
 
     def __init__(
         self,
-        sources: str | os.PathLike[str] | signal.Signals | Iterable[str | os.PathLike[str] | signal.Signals],
+        sources: str
+        | os.PathLike[str]
+        | signal.Signals
+        | Iterable[str | os.PathLike[str] | signal.Signals],
         every: float = 5.0,
         margin: float = 120.0,
         headers: Mapping[str, str] | None = None,
@@ -115,7 +122,11 @@ class Preemption(Callback):
             )
         self.every, self.margin, self.headers = every, margin, dict(headers or {})
         known = (signal.SIGTERM, signal.SIGINT, _USR1)  # every run listens to them
-        self._signals = [found for found in map(_signal, self.sources) if found is not None and found not in known]
+        self._signals = [
+            found
+            for found in map(_signal, self.sources)
+            if found is not None and found not in known
+        ]
         self._looks = [look for look in map(self._look, self.sources) if look is not None]
         self._before: dict[signal.Signals, Any] = {}
         self._over, self._fired = threading.Event(), threading.Lock()
@@ -132,14 +143,18 @@ class Preemption(Callback):
         self.reason, self._fired = None, threading.Lock()
 
     def on_fit_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        for number in self._signals if threading.current_thread() is threading.main_thread() else ():
+        for number in (
+            self._signals if threading.current_thread() is threading.main_thread() else ()
+        ):
             if signal.getsignal(number) is not None:  # it could not be put back
                 self._before[number] = signal.signal(number, self._on_signal)
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._looks and trainer.is_global_zero:  # from here on a signal saves first
             self._over.clear()
-            self._thread = threading.Thread(target=self._watch, args=(trainer.print,), name="preemption", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, args=(trainer.print,), name="preemption", daemon=True
+            )
             self._thread.start()
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -189,14 +204,19 @@ class Preemption(Callback):
 
     def _near(self, end: float) -> str | None:
         left = end - time.time()
-        return f"the time limit of the SLURM job is in {left:.0f} s" if left <= self.margin else None
+        return (
+            f"the time limit of the SLURM job is in {left:.0f} s" if left <= self.margin else None
+        )
 
     def _answer(self, url: str) -> str | None:
         request = urllib.request.Request(url, headers=self.headers)
         try:
             with urllib.request.urlopen(request, timeout=min(self.every, 5.0)) as answer:
                 text = answer.read(10_000).decode(errors="replace").strip()
-        except (OSError, ValueError):  # an HTTP error too: nothing is planned, or the service is not there
+        except (
+            OSError,
+            ValueError,
+        ):  # an HTTP error too: nothing is planned, or the service is not there
             return None
         return None if text.lower() in _NO else f"{url.partition('?')[0]} answers {text[:100]!r}"
 
@@ -211,7 +231,9 @@ def _signal(source: Any) -> signal.Signals | None:
     if not name.startswith("SIG") or not name.isupper():
         return None
     if name not in signal.Signals.__members__:
-        raise ConfigurationError("unknown signal", found=name, fix=did_you_mean(name, list(signal.Signals.__members__)))
+        raise ConfigurationError(
+            "unknown signal", found=name, fix=did_you_mean(name, list(signal.Signals.__members__))
+        )
     return signal.Signals[name]
 
 

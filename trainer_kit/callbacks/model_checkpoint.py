@@ -35,7 +35,9 @@ __all__ = ["ModelCheckpoint"]
 
 
 _DECIDES: Final = "set monitor=, mode=, save_top_k= and the interval; or call trainer.request_checkpoint in a callback"
-_SAVED: Final = "define after_save_checkpoint(path) in a logger: it is called once a checkpoint exists"
+_SAVED: Final = (
+    "define after_save_checkpoint(path) in a logger: it is called once a checkpoint exists"
+)
 _NAMES: Final = "set filename= and enable_version_counter=, or override format_checkpoint_name"
 
 
@@ -102,12 +104,26 @@ class ModelCheckpoint(Callback):
     STARTING_VERSION: int = 1
     """The first number of the version counter."""
     never_called: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("check_monitor_top_k", "_save_topk_checkpoint", "_save_monitor_checkpoint"), _DECIDES),
-        **dict.fromkeys(("_update_best_and_save", "_save_none_monitor_checkpoint", "_monitor_candidates"), _DECIDES),
-        **dict.fromkeys(("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"), _DECIDES),
-        **dict.fromkeys(("_save_checkpoint", "_save_last_checkpoint", "_link_checkpoint", "to_yaml"), _SAVED),
-        **dict.fromkeys(("_remove_checkpoint", "_should_remove_checkpoint"), "keep all of them with save_top_k=-1"),
-        **dict.fromkeys(("_format_checkpoint_name", "_get_metric_interpolated_filepath_name"), _NAMES),
+        **dict.fromkeys(
+            ("check_monitor_top_k", "_save_topk_checkpoint", "_save_monitor_checkpoint"), _DECIDES
+        ),
+        **dict.fromkeys(
+            ("_update_best_and_save", "_save_none_monitor_checkpoint", "_monitor_candidates"),
+            _DECIDES,
+        ),
+        **dict.fromkeys(
+            ("_should_skip_saving_checkpoint", "_should_save_on_train_epoch_end"), _DECIDES
+        ),
+        **dict.fromkeys(
+            ("_save_checkpoint", "_save_last_checkpoint", "_link_checkpoint", "to_yaml"), _SAVED
+        ),
+        **dict.fromkeys(
+            ("_remove_checkpoint", "_should_remove_checkpoint"),
+            "keep all of them with save_top_k=-1",
+        ),
+        **dict.fromkeys(
+            ("_format_checkpoint_name", "_get_metric_interpolated_filepath_name"), _NAMES
+        ),
         **dict.fromkeys(("file_exists", "_find_last_checkpoints"), _NAMES),
         "FILE_EXTENSION": "a checkpoint is a directory: put what its name is to end with into filename=",
     }
@@ -137,20 +153,31 @@ class ModelCheckpoint(Callback):
             raise ConfigurationError(
                 "save_top_k must be -1 (all), 0 (none) or the number of best checkpoints to keep",
                 found=f"save_top_k={save_top_k}, monitor={monitor!r}",
-                fix="pass the name of the logged value to compare as monitor=" if save_top_k > 1 else None,
+                fix="pass the name of the logged value to compare as monitor="
+                if save_top_k > 1
+                else None,
             )
         _check_also(also)
         self.filename, self.monitor, self.mode, self.verbose = filename, monitor, mode, verbose
         self.auto_insert_metric_name = auto_insert_metric_name
-        self.save_last, self.save_top_k, self.save_on_exception = save_last, save_top_k, save_on_exception
-        self.save_weights_only, self.save_on_train_epoch_end = save_weights_only, save_on_train_epoch_end
+        self.save_last, self.save_top_k, self.save_on_exception = (
+            save_last,
+            save_top_k,
+            save_on_exception,
+        )
+        self.save_weights_only, self.save_on_train_epoch_end = (
+            save_weights_only,
+            save_on_train_epoch_end,
+        )
         self._monitor = watched if monitor is not None else None
         self._every = the_only(
             every_n_train_steps=(every_n_train_steps, "st"),
             train_time_interval=(train_time_interval, "s"),
             every_n_epochs=(every_n_epochs, "ep"),
         )
-        self._default = every_n_train_steps is None and train_time_interval is None and every_n_epochs is None
+        self._default = (
+            every_n_train_steps is None and train_time_interval is None and every_n_epochs is None
+        )
         unit = None if self._every is None else self._every.unit
         self._timed, self._by_epoch = unit == "s", unit == "ep"
         if self._every is None or self._by_epoch:
@@ -192,7 +219,11 @@ class ModelCheckpoint(Callback):
             >>> ModelCheckpoint(filename="{epoch}-{acc:.2f}").format_checkpoint_name({"epoch": 3, "acc": 0.5}, ver=1)
             'epoch=3-acc=0.50-v1'
         """
-        template = self._files.name if filename is None else CheckpointName(filename, self.auto_insert_metric_name)
+        template = (
+            self._files.name
+            if filename is None
+            else CheckpointName(filename, self.auto_insert_metric_name)
+        )
         name = template(metrics, self.CHECKPOINT_EQUALS_CHAR)
         join = self.CHECKPOINT_JOIN_CHAR
         name = join.join([*filter(None, [prefix]), name, *([] if ver is None else [f"v{ver}"])])
@@ -262,7 +293,9 @@ class ModelCheckpoint(Callback):
             self._score = state_dict["current_score"]
         self._waiting, self._validated_step = state_dict["waiting"], state_dict["validated_step"]
         self._next = math.inf if state_dict["next"] is None else state_dict["next"]
-        self._next_epoch = math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
+        self._next_epoch = (
+            math.inf if state_dict["next_epoch"] is None else state_dict["next_epoch"]
+        )
         self._restored = True
 
     def setup(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -271,7 +304,9 @@ class ModelCheckpoint(Callback):
         self._files.next_try, self._files.name_of = self._next_try, self.format_checkpoint_name
         self._files.first_version = self.STARTING_VERSION
         last = self.CHECKPOINT_NAME_LAST
-        self._files.alias = None if last == "last" else CheckpointName(last, self.auto_insert_metric_name)
+        self._files.alias = (
+            None if last == "last" else CheckpointName(last, self.auto_insert_metric_name)
+        )
         self._files.open(trainer, (files for files in others if files is not self._files))
         if self.also is not None and self.dirpath is not None and is_url(self.dirpath):
             raise ConfigurationError(
@@ -284,12 +319,18 @@ class ModelCheckpoint(Callback):
         if not self._active:
             self._next = math.inf
             return
-        never = self.save_on_train_epoch_end is False and (self._default or self._by_epoch) and not self.save_last
+        never = (
+            self.save_on_train_epoch_end is False
+            and (self._default or self._by_epoch)
+            and not self.save_last
+        )
         only = "save_on_train_epoch_end=False" if never else None
         check_validation(trainer, "ModelCheckpoint", self.monitor, only)
         restored, self._restored = self._restored, False
         if restored and self._same_place and not _is_finite(trainer, pl_module):
-            self._files.retention.taint(self.last_model_path)  # its own state was saved before its weights were checked
+            self._files.retention.taint(
+                self.last_model_path
+            )  # its own state was saved before its weights were checked
         self._files.start(trainer, restored and self._same_place)
         if not restored:
             self._next = self._next_epoch = math.inf
@@ -355,7 +396,11 @@ class ModelCheckpoint(Callback):
         if where is not False and self._epoch_due(trainer):
             self._waiting = True
         if self._waiting:
-            self._ask(trainer, f"epoch {trainer.current_epoch} ended", final=not validates or self._validated_step > 0)
+            self._ask(
+                trainer,
+                f"epoch {trainer.current_epoch} ended",
+                final=not validates or self._validated_step > 0,
+            )
 
     def _epoch_due(self, trainer: TrainerLike) -> bool:
         finished = trainer.current_epoch + 1
@@ -366,15 +411,25 @@ class ModelCheckpoint(Callback):
         return True
 
     def on_train_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
-        if self._active and (self._waiting or self.save_last) and trainer.global_step != self._files.asked_step:
+        if (
+            self._active
+            and (self._waiting or self.save_last)
+            and trainer.global_step != self._files.asked_step
+        ):
             # The last value of `monitor` is older than this step.
             score = float(trainer.global_step) if self._monitor is None else None
             self._files.ask(trainer, "training ended", score)
         self._waiting = False
 
-    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException
+    ) -> None:
         wanted = self.save_on_exception and self._active and not trainer.sanity_checking
-        if not wanted or isinstance(exception, NonFiniteError) or trainer.global_step == self._files.asked_step:
+        if (
+            not wanted
+            or isinstance(exception, NonFiniteError)
+            or trainer.global_step == self._files.asked_step
+        ):
             return
         # Other ranks may have exited: no collective.
         score = float(trainer.global_step) if self._monitor is None else None
@@ -385,7 +440,11 @@ class ModelCheckpoint(Callback):
             return f"the first step after {self._every}"
         if not math.isinf(self._next):
             return f"{self._counter} {int(self._next)}"
-        return "the next validation" if math.isinf(self._next_epoch) else f"epoch {int(self._next_epoch)}"
+        return (
+            "the next validation"
+            if math.isinf(self._next_epoch)
+            else f"epoch {int(self._next_epoch)}"
+        )
 
     def _ask(self, trainer: TrainerLike, reason: str, final: bool = False) -> None:
         """Request a checkpoint if ``monitor`` has a value of this step; otherwise it stays due.
@@ -432,7 +491,9 @@ def _is_finite(trainer: TrainerLike, module: ModuleLike) -> bool:
 def _check_also(also: Any) -> None:
     if also not in (None, "lightning"):
         raise ConfigurationError(
-            'also= is "lightning" or None', found=f"also={also!r}", fix="see tk.checkpoint.export for other formats"
+            'also= is "lightning" or None',
+            found=f"also={also!r}",
+            fix="see tk.checkpoint.export for other formats",
         )
 
 

@@ -101,12 +101,22 @@ class ModelSummaryTable:
     def cells(self) -> list[list[str]]:
         """The names of the columns, and a list of texts for each row."""
         sized = any(row.in_size is not None for row in self.rows)
-        head = ["Name", "Type", "Params", "Mode", *(["FLOPs", "In sizes", "Out sizes"] if sized else [])]
+        head = [
+            "Name",
+            "Type",
+            "Params",
+            "Mode",
+            *(["FLOPs", "In sizes", "Out sizes"] if sized else []),
+        ]
         cells = [head]
         for row in self.rows:
             mode = "train" if row.training else "eval"
             params = "?" if row.params is None else _short(row.params)
-            sizes = ["?" if row.flops is None else _short(row.flops), _sizes(row.in_size), _sizes(row.out_size)]
+            sizes = [
+                "?" if row.flops is None else _short(row.flops),
+                _sizes(row.in_size),
+                _sizes(row.out_size),
+            ]
             cells.append([row.name, row.type, params, mode, *(sizes if sized else [])])
         if self.loose:
             cells.append(["other params", "", _short(self.loose), "", *([""] * 3 if sized else [])])
@@ -115,7 +125,10 @@ class ModelSummaryTable:
     def _table(self) -> list[str]:
         cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [" | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in cells]
+        lines = [
+            " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            for line in cells
+        ]
         rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
         return [lines[0].rstrip(), rule, *(line.rstrip() for line in lines[1:]), rule]
 
@@ -155,7 +168,9 @@ class ModelSummary(Callback):
             else:
                 note = "no sizes: a forward would need every stage of the pipeline"
                 example = pl_module.example_input_array
-                table = _table(pl_module, self.max_depth, held, _Seen(note=None if example is None else note))
+                table = _table(
+                    pl_module, self.max_depth, held, _Seen(note=None if example is None else note)
+                )
             costs = trainer.strategy.costs(pl_module, plugin, trainer.world_size)
             self.show(table, [] if costs is None else cost_lines(costs, trainer.optimizers))
 
@@ -238,7 +253,12 @@ class _Held:
         for name, one in module.named_parameters(remove_duplicate=False):
             key = first.setdefault(id(one), (shared or {}).get(name, name))
             size = None if is_lazy(one) else _numel(one)
-            parameters[name] = (key, size, one.requires_grad, 0 if size is None else size * one.element_size())
+            parameters[name] = (
+                key,
+                size,
+                one.requires_grad,
+                0 if size is None else size * one.element_size(),
+            )
         modules = {
             name: None if isinstance(each, StandIn) else (type(each).__name__, each.training)
             for name, each in module.named_modules()
@@ -248,18 +268,30 @@ class _Held:
 
     def below(self, name: str) -> dict[str, int | None]:
         """Sizes of the parameters of a submodule, each once."""
-        return {key: size for full, (key, size, _, _) in self.parameters.items() if full.startswith(f"{name}.")}
+        return {
+            key: size
+            for full, (key, size, _, _) in self.parameters.items()
+            if full.startswith(f"{name}.")
+        }
 
 
 def _of_all_ranks(module: nn.Module, strategy: Strategy) -> _Held:
     """The complete module, whose stages are on several ranks; collective."""
-    parts: list[_Held] = strategy.world.all_gather_object(_Held.of(module, strategy.shared_names(module)))
+    parts: list[_Held] = strategy.world.all_gather_object(
+        _Held.of(module, strategy.shared_names(module))
+    )
     modules: dict[str, tuple[str, bool] | None] = {}
     for name, what in parts[0].modules.items():
-        owner = parts[0] if what else next((part for part in parts if part.modules.get(name)), parts[0])
-        inside = [n for n in owner.modules if n == name or (what is None and n.startswith(f"{name}."))]
+        owner = (
+            parts[0] if what else next((part for part in parts if part.modules.get(name)), parts[0])
+        )
+        inside = [
+            n for n in owner.modules if n == name or (what is None and n.startswith(f"{name}."))
+        ]
         modules.update((n, owner.modules[n]) for n in inside if owner.modules[n])
-    return _Held(modules, {name: one for part in reversed(parts) for name, one in part.parameters.items()})
+    return _Held(
+        modules, {name: one for part in reversed(parts) for name, one in part.parameters.items()}
+    )
 
 
 def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSummaryTable:
@@ -274,15 +306,23 @@ def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSumm
                 SummaryRow(
                     name=name,
                     type=kind,
-                    params=None if None in sizes.values() else sum(size or 0 for size in sizes.values()),
+                    params=None
+                    if None in sizes.values()
+                    else sum(size or 0 for size in sizes.values()),
                     training=training,
-                    flops=None if seen.flops is None else seen.flops.get(f"{type(module).__name__}.{name}", 0),
+                    flops=None
+                    if seen.flops is None
+                    else seen.flops.get(f"{type(module).__name__}.{name}", 0),
                     in_size=seen.inputs.get(objects[name]) if name in objects else None,
                     out_size=seen.outputs.get(objects[name]) if name in objects else None,
                 )
             )
     once = {one[0]: one for one in held.parameters.values()}
-    known = [(key, size, trains, volume) for key, size, trains, volume in once.values() if size is not None]
+    known = [
+        (key, size, trains, volume)
+        for key, size, trains, volume in once.values()
+        if size is not None
+    ]
     in_training = sum(training for _, training in below.values())
     return ModelSummaryTable(
         rows=rows,
@@ -293,7 +333,8 @@ def _table(module: nn.Module, depth: int, held: _Held, seen: _Seen) -> ModelSumm
         train_modules=in_training,
         eval_modules=len(below) - in_training,
         flops=None if seen.flops is None else seen.flops.get("Global", 0),
-        note=seen.note or ("some parameters are not initialised yet" if len(known) < len(once) else None),
+        note=seen.note
+        or ("some parameters are not initialised yet" if len(known) < len(once) else None),
     )
 
 
@@ -345,7 +386,9 @@ def _run(
             else:
                 module(example)
     except Exception as error:  # a failed summary must not end a run
-        return _Seen(note=f"no sizes: forward(example_input_array) raised {type(error).__name__}: {error}")
+        return _Seen(
+            note=f"no sizes: forward(example_input_array) raised {type(error).__name__}: {error}"
+        )
     finally:
         for handle in handles:
             handle.remove()
@@ -358,7 +401,9 @@ def _run(
 def _depth(max_depth: int) -> int:
     if type(max_depth) is not int or max_depth < -1:
         raise ConfigurationError(
-            "max_depth must be a number of levels", found=repr(max_depth), fix="use -1 for all levels"
+            "max_depth must be a number of levels",
+            found=repr(max_depth),
+            fix="use -1 for all levels",
         )
     return max_depth
 

@@ -87,17 +87,37 @@ def _memory_of(device: torch.device) -> dict[str, float]:
     if device.type == "cpu":
         return {}
     backend = torch.get_device_module(device)
-    names = {"allocated": "memory_allocated", "reserved": "memory_reserved", "peak": "max_memory_allocated"}
-    found = {f"device/memory_{k}": float(getattr(backend, f)(device)) for k, f in names.items() if hasattr(backend, f)}
+    names = {
+        "allocated": "memory_allocated",
+        "reserved": "memory_reserved",
+        "peak": "max_memory_allocated",
+    }
+    found = {
+        f"device/memory_{k}": float(getattr(backend, f)(device))
+        for k, f in names.items()
+        if hasattr(backend, f)
+    }
     if hasattr(backend, "reset_peak_memory_stats"):
         backend.reset_peak_memory_stats(device)
     return found
 
 
-SECTIONS: Final = ("data", "forward", "backward", "communication", "step", "callbacks", "validation", "checkpoint")
+SECTIONS: Final = (
+    "data",
+    "forward",
+    "backward",
+    "communication",
+    "step",
+    "callbacks",
+    "validation",
+    "checkpoint",
+)
 """Where the time of a fit goes, in the order of a step."""
 _TRAINING: Final = ("forward", "backward", "communication", "step")
-_AFTER_AN_EXCHANGE: Final = (*SECTIONS[SECTIONS.index("step") :], *SECTIONS[: SECTIONS.index("step")])
+_AFTER_AN_EXCHANGE: Final = (
+    *SECTIONS[SECTIONS.index("step") :],
+    *SECTIONS[: SECTIONS.index("step")],
+)
 """The parts from one exchange of gradients to the next."""
 _BY_CHANCE: Final = 0.05
 """Seconds by which a rank may be late between two logging steps without being the cause."""
@@ -172,10 +192,14 @@ class SectionTimes(Callback):
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("data")
 
-    def on_train_batch_start(self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int
+    ) -> None:
         self.enter("forward")
 
-    def on_before_backward(self, trainer: TrainerLike, pl_module: ModuleLike, loss: torch.Tensor) -> None:
+    def on_before_backward(
+        self, trainer: TrainerLike, pl_module: ModuleLike, loss: torch.Tensor
+    ) -> None:
         self.enter("backward")
 
     def on_after_backward(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -200,7 +224,9 @@ class SectionTimes(Callback):
     def on_validation_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self.enter("callbacks")
 
-    def on_save_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+    ) -> None:
         self.enter("checkpoint")
 
     def on_train_epoch_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -257,7 +283,8 @@ class ThroughputMonitor(SectionTimes):
     ) -> None:
         if any(value is not None and value <= 0 for value in (flops_per_batch, peak_flops)):
             raise ConfigurationError(
-                "FLOPs are positive", found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}"
+                "FLOPs are positive",
+                found=f"flops_per_batch={flops_per_batch}, peak_flops={peak_flops}",
             )
         super().__init__(synchronize)
         self.batch_size_fn, self.length_fn = batch_size_fn, length_fn
@@ -267,7 +294,9 @@ class ThroughputMonitor(SectionTimes):
         self._own = [0.0, 0.0]  # samples and items of this rank, by the user's functions
         self._before: dict[str, float] = {}
         self._split_before = self.time_split()
-        self._named: set[tuple[int, int, str]] = set()  # epoch, rank and part of stragglers that were printed
+        self._named: set[tuple[int, int, str]] = (
+            set()
+        )  # epoch, rank and part of stragglers that were printed
         self._flops = flops_per_batch
         self._counter: AbstractContextManager[Any] | None = None
         self._counted = 0  # micro-batches: those of a pipeline begin together
@@ -292,12 +321,18 @@ class ThroughputMonitor(SectionTimes):
         self._next = following(self._first_step, every) if every else math.inf
         self._before, self._split_before = self._counts(trainer), self.time_split()
 
-    def on_train_batch_start(self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: TrainerLike, pl_module: ModuleLike, batch: Any, batch_idx: int
+    ) -> None:
         if self.batch_size_fn is not None:
             self._own[0] += self.batch_size_fn(batch)
         if self.length_fn is not None:
             self._own[1] += self.length_fn(batch)
-        if self._flops is None and trainer.progress.step == self._first_step + 1 and self._counter is None:
+        if (
+            self._flops is None
+            and trainer.progress.step == self._first_step + 1
+            and self._counter is None
+        ):
             from torch.utils.flop_counter import FlopCounterMode
 
             counter: AbstractContextManager[Any] = FlopCounterMode(display=False)
@@ -350,7 +385,9 @@ class ThroughputMonitor(SectionTimes):
         spent = [split[name] - self._split_before[name] for name in SECTIONS]
         self._before, self._split_before = now, split
         rows = strategy.world.agree([strategy.data.rank, made["samples"], made["items"], *spent])
-        counts = {row[0]: row for row in rows}.values()  # ranks that compute parts of one batch count it once
+        counts = {
+            row[0]: row for row in rows
+        }.values()  # ranks that compute parts of one batch count it once
         if self.batch_size_fn is not None:
             made["samples"] = sum(row[1] for row in counts)
         made["items"] = sum(row[2] for row in counts)
@@ -368,7 +405,9 @@ class ThroughputMonitor(SectionTimes):
             if peak is not None:
                 values["train/device/mfu"] = rate / peak
         whole = max(sum(self._seconds.values()), 1e-9)
-        values.update({f"train/time/{name}": spent / whole for name, spent in self._seconds.items()})
+        values.update(
+            {f"train/time/{name}": spent / whole for name, spent in self._seconds.items()}
+        )
         values["train/goodput"] = sum(self._seconds[name] for name in _TRAINING) / whole
         trainer.log_metrics(values, trainer.progress.step)
 
@@ -420,7 +459,13 @@ class LearningRateMonitor(Callback):
     """
 
     never_called: ClassVar[Mapping[str, str]] = dict.fromkeys(
-        ("_extract_stats", "_remap_keys", "_find_names_from_schedulers", "_add_prefix", "_add_suffix"),
+        (
+            "_extract_stats",
+            "_remap_keys",
+            "_find_names_from_schedulers",
+            "_add_prefix",
+            "_add_suffix",
+        ),
         "write a callback that reads trainer.lr_scheduler_configs and calls trainer.log_metrics",
     )
 
@@ -468,7 +513,9 @@ class LearningRateMonitor(Callback):
 
     def _log(self, trainer: TrainerLike, interval: str) -> None:
         values: dict[str, float] = {}
-        for group, name, uses_betas in self._groups(trainer, interval if self.logging_interval is None else None):
+        for group, name, uses_betas in self._groups(
+            trainer, interval if self.logging_interval is None else None
+        ):
             rate = float(group["lr"])  # sync point where it is a tensor
             self.lrs.setdefault(name, []).append(rate)
             values[name] = rate
@@ -480,10 +527,14 @@ class LearningRateMonitor(Callback):
         if values:
             trainer.log_metrics(values, step=trainer.global_step)
             # On every rank: a callback that monitors a rate needs it on all ranks.
-            trainer.callback_metrics.update((name, torch.tensor(value)) for name, value in values.items())
+            trainer.callback_metrics.update(
+                (name, torch.tensor(value)) for name, value in values.items()
+            )
 
     @staticmethod
-    def _groups(trainer: TrainerLike, interval: str | None) -> Iterator[tuple[dict[str, Any], str, bool]]:
+    def _groups(
+        trainer: TrainerLike, interval: str | None
+    ) -> Iterator[tuple[dict[str, Any], str, bool]]:
         """Each parameter group with its name; with ``interval``, without those of other intervals."""
         seen: Counter[str] = Counter()
         scheduled: list[Optimizer] = []
@@ -495,19 +546,26 @@ class LearningRateMonitor(Callback):
             scheduled.append(optimizer)
             base = config.name if config.name is not None else f"lr-{type(optimizer).__name__}"
             chosen.append((optimizer, base, interval in (None, config.interval)))
-        rest = (each for each in trainer.optimizers if not any(each is other for other in scheduled))
+        rest = (
+            each for each in trainer.optimizers if not any(each is other for other in scheduled)
+        )
         chosen += [(optimizer, f"lr-{type(optimizer).__name__}", True) for optimizer in rest]
         for optimizer, base, wanted in chosen:
             name = base if seen[base] == 0 else f"{base}-{seen[base]}"
             seen[base] += 1
             if wanted:
-                for group, suffix in zip(optimizer.param_groups, _suffixes(optimizer, name), strict=True):
+                for group, suffix in zip(
+                    optimizer.param_groups, _suffixes(optimizer, name), strict=True
+                ):
                     yield group, name + suffix, "betas" in group
 
 
 def _suffixes(optimizer: Optimizer, name: str) -> list[str]:
     groups = optimizer.param_groups
-    names = [group.get("name", f"pg{index}" if len(groups) > 1 else "") for index, group in enumerate(groups, start=1)]
+    names = [
+        group.get("name", f"pg{index}" if len(groups) > 1 else "")
+        for index, group in enumerate(groups, start=1)
+    ]
     if len(set(names)) < len(names):
         raise ConfigurationError(
             f"two parameter groups of {name} have the same name",

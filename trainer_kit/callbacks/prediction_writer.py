@@ -48,7 +48,9 @@ class BasePredictionWriter(Callback):
         'batch'
     """
 
-    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+    def __init__(
+        self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch"
+    ) -> None:
         if write_interval not in _INTERVALS:
             raise ConfigurationError(
                 "unknown write_interval: predictions are written after batches, at the end, or both",
@@ -80,10 +82,16 @@ class BasePredictionWriter(Callback):
             batch_idx: its number in this loader on this rank.
             dataloader_idx: the number of the loader.
         """
-        raise NotImplementedError(f"{type(self).__name__} writes batches and does not override write_on_batch_end")
+        raise NotImplementedError(
+            f"{type(self).__name__} writes batches and does not override write_on_batch_end"
+        )
 
     def write_on_epoch_end(
-        self, trainer: TrainerLike, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self,
+        trainer: TrainerLike,
+        pl_module: Any,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
     ) -> None:
         """Write everything that this rank predicted.
 
@@ -93,7 +101,9 @@ class BasePredictionWriter(Callback):
             predictions: what ``predict_step`` returned for each batch, on the CPU; of several loaders a list for each.
             batch_indices: for each loader, and each batch, the indices in the dataset; None where they are unknown.
         """
-        raise NotImplementedError(f"{type(self).__name__} writes at the end and does not override write_on_epoch_end")
+        raise NotImplementedError(
+            f"{type(self).__name__} writes at the end and does not override write_on_epoch_end"
+        )
 
     def on_predict_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._predictions = [[] for _ in trainer.num_predict_batches]
@@ -110,7 +120,9 @@ class BasePredictionWriter(Callback):
     ) -> None:
         indices = trainer.predict_batch_indices
         if self.interval != "epoch":
-            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(
+                trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx
+            )
         if self.interval != "batch":
             self._predictions[dataloader_idx].append(_on_host(outputs))
             self._indices[dataloader_idx].append(indices)
@@ -206,19 +218,28 @@ class PredictionWriter(BasePredictionWriter):
         self._write(self.output_dir, name, columns)
 
     def write_on_epoch_end(
-        self, trainer: TrainerLike, pl_module: Any, predictions: Sequence[Any], batch_indices: Sequence[Any]
+        self,
+        trainer: TrainerLike,
+        pl_module: Any,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
     ) -> None:
         several, strategy = len(batch_indices) > 1, trainer.strategy
         loaders = predictions if several else [predictions]
         mine = fail_together(
             strategy.world,
-            lambda: [list(map(_columns, own, known)) for own, known in zip(loaders, batch_indices, strict=True)],
+            lambda: [
+                list(map(_columns, own, known))
+                for own, known in zip(loaders, batch_indices, strict=True)
+            ],
         )
         for loader, parts in enumerate(mine):
             everyone = strategy.data.gather_object(parts)
             if not trainer.is_global_zero or everyone is None:
                 continue
-            count = max(map(len, everyone), default=0)  # a global batch is the ranks' blocks one after the other
+            count = max(
+                map(len, everyone), default=0
+            )  # a global batch is the ranks' blocks one after the other
             ordered = [part[i] for i in range(count) for part in everyone if i < len(part)]
             if ordered:
                 name = f"predictions-{loader}" if several else "predictions"
@@ -239,11 +260,16 @@ def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
         named = {"prediction": prediction}
     columns: _Columns = {} if indices is None else {"index": _array(list(indices))}
     columns.update({name: _array(value) for name, value in named.items()})
-    rows = {name: len(value) if np.ndim(value) or isinstance(value, list) else None for name, value in columns.items()}
+    rows = {
+        name: len(value) if np.ndim(value) or isinstance(value, list) else None
+        for name, value in columns.items()
+    }
     if None in rows.values() or len(set(rows.values())) > 1:
         raise DataError(
             "a prediction must have one entry for each sample of its batch",
-            found=", ".join(f"{name}: {'a single value' if n is None else n}" for name, n in rows.items()),
+            found=", ".join(
+                f"{name}: {'a single value' if n is None else n}" for name, n in rows.items()
+            ),
             fix="return tensors whose first dim is the batch from predict_step, or subclass BasePredictionWriter",
         )
     return columns
@@ -252,8 +278,14 @@ def _columns(prediction: Any, indices: Sequence[Any] | None) -> _Columns:
 def _array(value: Any) -> Any:
     """A NumPy array of numbers, else the value."""
     if isinstance(value, Tensor):
-        return (value.float() if value.dtype is torch.bfloat16 else value).numpy()  # no sync point: it is on the host
-    if isinstance(value, list) and value and all(isinstance(one, (bool, int, float)) for one in value):
+        return (
+            value.float() if value.dtype is torch.bfloat16 else value
+        ).numpy()  # no sync point: it is on the host
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(one, (bool, int, float)) for one in value)
+    ):
         return np.asarray(value)
     return value
 
@@ -268,13 +300,18 @@ def _joined(parts: Sequence[_Columns]) -> _Columns:
     for name in parts[0]:
         values = [part[name] for part in parts]
         whole = all(isinstance(value, np.ndarray) for value in values)
-        columns[name] = np.concatenate(values) if whole else [one for value in values for one in value]
+        columns[name] = (
+            np.concatenate(values) if whole else [one for value in values for one in value]
+        )
     if "index" not in columns:
         return {"index": np.arange(_rows(columns)), **columns}
     if not isinstance(columns["index"], np.ndarray):  # keys of a dataset that is a mapping
         return columns
     order = np.argsort(columns["index"], kind="stable")
-    return {n: v[order] if isinstance(v, np.ndarray) else [v[i] for i in order] for n, v in columns.items()}
+    return {
+        n: v[order] if isinstance(v, np.ndarray) else [v[i] for i in order]
+        for n, v in columns.items()
+    }
 
 
 def _write_parquet(directory: Path, name: str, columns: _Columns) -> None:
@@ -282,7 +319,9 @@ def _write_parquet(directory: Path, name: str, columns: _Columns) -> None:
     import pyarrow.parquet
 
     arrays = {
-        column: pyarrow.array(value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value)
+        column: pyarrow.array(
+            value.tolist() if isinstance(value, np.ndarray) and value.ndim > 1 else value
+        )
         for column, value in columns.items()
     }
     buffer = io.BytesIO()

@@ -105,7 +105,9 @@ class SimpleProfiler(SectionTimes):
 def _row(name: str, calls: int | None, seconds: float, whole: float) -> str:
     mean = "" if not calls else f"{1000 * seconds / calls:.3f}"
     share = 100 * seconds / max(whole, 1e-9)
-    return f"{name:<60} {'' if calls is None else calls:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
+    return (
+        f"{name:<60} {'' if calls is None else calls:>8} {seconds:>10.3f} {mean:>10} {share:>6.1f}"
+    )
 
 
 @final
@@ -148,7 +150,9 @@ class AdvancedProfiler(Callback):
         path = self._report.path(trainer, ".prof")
         profile.dump_stats(path)
         text = io.StringIO()
-        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(self.line_count_restriction)
+        pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(
+            self.line_count_restriction
+        )
         trainer.print(f"{text.getvalue().strip()}\nwritten to {path}")
 
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
@@ -204,12 +208,17 @@ class PyTorchProfiler(SectionTimes):
     ) -> None:
         if min(wait, warmup) < 0 or active < 1:
             raise ConfigurationError(
-                "a profile needs steps to record", found=f"wait={wait}, warmup={warmup}, active={active}"
+                "a profile needs steps to record",
+                found=f"wait={wait}, warmup={warmup}, active={active}",
             )
         _check_options(profiler_kwargs)
         super().__init__()
         self.wait, self.warmup, self.active = wait, warmup, active
-        self.row_limit, self.sort_by_key, self.memory_snapshot = row_limit, sort_by_key, memory_snapshot
+        self.row_limit, self.sort_by_key, self.memory_snapshot = (
+            row_limit,
+            sort_by_key,
+            memory_snapshot,
+        )
         self._kwargs = profiler_kwargs
         self._report = _Report(dirpath, filename)
         self._profile: Any = None
@@ -228,7 +237,9 @@ class PyTorchProfiler(SectionTimes):
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         self._left = self.wait + self.warmup + self.active
-        schedule = torch.profiler.schedule(wait=self.wait, warmup=self.warmup, active=self.active, repeat=1)
+        schedule = torch.profiler.schedule(
+            wait=self.wait, warmup=self.warmup, active=self.active, repeat=1
+        )
         self._profile = torch.profiler.profile(schedule=schedule, **self._kwargs)
         self._profile.__enter__()
         if self.memory_snapshot and trainer.strategy.device.type != _HAS_SNAPSHOTS:
@@ -263,7 +274,11 @@ class PyTorchProfiler(SectionTimes):
         self._stop()
 
     def _begin_snapshot(self, trainer: TrainerLike) -> None:
-        if self._left == self.active and self.memory_snapshot and trainer.strategy.device.type == _HAS_SNAPSHOTS:
+        if (
+            self._left == self.active
+            and self.memory_snapshot
+            and trainer.strategy.device.type == _HAS_SNAPSHOTS
+        ):
             torch.cuda.memory._record_memory_history()  # torch documents no other name
             self._records_memory = True
 
@@ -289,7 +304,9 @@ class PyTorchProfiler(SectionTimes):
         profile.export_chrome_trace(str(path))
         if self.row_limit:
             device = trainer.strategy.device.type
-            key = self.sort_by_key or ("self_cpu_time_total" if device == "cpu" else f"self_{device}_time_total")
+            key = self.sort_by_key or (
+                "self_cpu_time_total" if device == "cpu" else f"self_{device}_time_total"
+            )
             trainer.print(profile.key_averages().table(sort_by=key, row_limit=self.row_limit))
         trainer.print(f"trace written to {path}: open it at https://ui.perfetto.dev")
 
@@ -302,7 +319,9 @@ def _check_options(options: Mapping[str, Any]) -> None:
             raise ConfigurationError(
                 "torch.profiler.profile does not have this argument",
                 found=name,
-                fix="use wait=, warmup= and active=" if name == "schedule" else did_you_mean(name, known),
+                fix="use wait=, warmup= and active="
+                if name == "schedule"
+                else did_you_mean(name, known),
             )
 
 
@@ -330,5 +349,6 @@ def make_profiler(profiler: Any) -> Callback:
     raise ConfigurationError(
         "profiler= must be a name or a callback",
         found=f"profiler={profiler!r}",
-        fix=did_you_mean(str(profiler), _WORDS) + "; or PyTorchProfiler(...) of trainer_kit.callbacks",
+        fix=did_you_mean(str(profiler), _WORDS)
+        + "; or PyTorchProfiler(...) of trainer_kit.callbacks",
     )

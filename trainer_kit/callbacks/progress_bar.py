@@ -122,9 +122,14 @@ class _TerminalLine:
             for count in range(len(names))[:0:-1]
         ]
         layouts = _OF_TOTAL if bar.total and bar.n <= bar.total else _OF_UNKNOWN
-        for layout, text in [*((layout, texts[0]) for layout in layouts), *((layouts[-1], text) for text in texts[1:])]:
+        for layout, text in [
+            *((layout, texts[0]) for layout in layouts),
+            *((layouts[-1], text) for text in texts[1:]),
+        ]:
             bar.bar_format, bar.postfix = layout, text
-            drawn = bar.format_meter(**{**facts, "ncols": None, "bar_format": layout, "postfix": text})
+            drawn = bar.format_meter(
+                **{**facts, "ncols": None, "bar_format": layout, "postfix": text}
+            )
             if len(drawn) <= columns:
                 return
         shortest = shown_values({name: metrics[name] for name in names[:1]}) or bar.desc
@@ -211,7 +216,9 @@ class ProgressBar(Callback):
         ...         print(f"{100 * (batch_idx + 1) / self.total_train_batches:.0f} %")
     """
 
-    order: ClassVar[Literal["early", "normal", "late"]] = "late"  # the last line of an epoch has the epoch's values
+    order: ClassVar[Literal["early", "normal", "late"]] = (
+        "late"  # the last line of an epoch has the epoch's values
+    )
     refresh_rate: int = 1
     """Batches between two drawings, at least; 0 for none."""
     leave: bool = False
@@ -221,9 +228,14 @@ class ProgressBar(Callback):
     test_description: str = "Test"
     predict_description: str = "Predict"
     never_called: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("total_val_batches_current_dataloader", "total_test_batches_current_dataloader"), _TOTALS),
+        **dict.fromkeys(
+            ("total_val_batches_current_dataloader", "total_test_batches_current_dataloader"),
+            _TOTALS,
+        ),
         "total_predict_batches_current_dataloader": _TOTALS,
-        **dict.fromkeys(("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"), _DRAWS),
+        **dict.fromkeys(
+            ("has_dataloader_changed", "reset_dataloader_idx_tracker", "refresh"), _DRAWS
+        ),
         **dict.fromkeys(("_should_update", "_update", "_init_progress", "_add_task"), _DRAWS),
     }
 
@@ -251,7 +263,9 @@ class ProgressBar(Callback):
             ConfigurationError: before the first one.
         """
         if self._trainer is None:
-            raise ConfigurationError("the progress bar has no Trainer yet", fix="read it in or after setup")
+            raise ConfigurationError(
+                "the progress bar has no Trainer yet", fix="read it in or after setup"
+            )
         return self._trainer
 
     @property
@@ -284,7 +298,9 @@ class ProgressBar(Callback):
     def total_val_batches(self) -> int | float:
         """Batches of all validation loaders; in the sanity check, those that it reads."""
         trainer = self.trainer
-        return sum(trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches)
+        return sum(
+            trainer.num_sanity_val_batches if trainer.sanity_checking else trainer.num_val_batches
+        )
 
     @property
     def total_test_batches(self) -> int | float:
@@ -304,7 +320,9 @@ class ProgressBar(Callback):
         """Draw nothing, from the next entry point on."""
         self._enabled = False
 
-    def print(self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
+    def print(
+        self, *values: Any, sep: str = " ", end: str = "\n", file: TextIO | None = None
+    ) -> None:
         """Like ``print``, above the line; on rank 0."""
         if self._line is not None:
             self._line.write(sep.join(map(str, values)), end, file)
@@ -329,7 +347,9 @@ class ProgressBar(Callback):
     def teardown(self, trainer: TrainerLike, pl_module: ModuleLike, stage: str) -> None:
         self._close()
 
-    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException
+    ) -> None:
         self._close()
 
     def on_train_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
@@ -337,7 +357,12 @@ class ProgressBar(Callback):
 
     def on_train_epoch_start(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self._shown:
-            self._show("train", self.train_description, self.total_train_batches, trainer.progress.epoch_batch)
+            self._show(
+                "train",
+                self.train_description,
+                self.total_train_batches,
+                trainer.progress.epoch_batch,
+            )
 
     def on_train_batch_end(
         self, trainer: TrainerLike, pl_module: ModuleLike, outputs: Any, batch: Any, batch_idx: int
@@ -430,7 +455,9 @@ class ProgressBar(Callback):
             if opened is None:
                 return
             self._line, self._aside_line = opened, self._line
-        self._view = View(title, int(total) if math.isfinite(total) else None, done, done, monotonic())
+        self._view = View(
+            title, int(total) if math.isfinite(total) else None, done, done, monotonic()
+        )
         self._line.show(self._view)
         self._next = self._line.due
 
@@ -487,7 +514,9 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
     for callback in trainer.callbacks:
         if isinstance(callback, ThroughputMonitor):  # with all of its restarts
             parts = {"setup": setup, **callback.time_split()}
-    split = " + ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05)
+    split = " + ".join(
+        f"{name} {seconds:.1f} s" for name, seconds in parts.items() if seconds >= 0.05
+    )
     steps = trainer.global_step - times.from_step
     lines = [
         f"fit: {steps} steps to step {trainer.global_step} in {now - times.began:.1f} s{' = ' * bool(split)}{split}"
@@ -502,7 +531,9 @@ def _summary(trainer: TrainerLike, times: _Times) -> list[str]:
     if trainer.loggers:
         lines += [f"logs: {trainer.log_dir}", f"report: {Path(trainer.log_dir) / REPORT}"]
     if steps and not trainer.callback_metrics:
-        lines.append('nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss')
+        lines.append(
+            'nothing was logged: self.log("loss", loss, prog_bar=True) in training_step shows the loss'
+        )
     return lines
 
 
@@ -532,7 +563,9 @@ class TQDMProgressBar(ProgressBar):
     BAR_FORMAT: str | None = None
     """tqdm's ``bar_format``; None fits the line to the terminal."""
 
-    def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
+    def __init__(
+        self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False
+    ) -> None:
         if refresh_rate < 0 or process_position < 0:
             raise ConfigurationError(
                 "a progress bar counts batches and lines from zero up",
@@ -540,7 +573,9 @@ class TQDMProgressBar(ProgressBar):
             )
         self.refresh_rate, self.process_position, self.leave = refresh_rate, process_position, leave
         super().__init__()
-        self._own_validation = type(self).init_validation_tqdm is not TQDMProgressBar.init_validation_tqdm
+        self._own_validation = (
+            type(self).init_validation_tqdm is not TQDMProgressBar.init_validation_tqdm
+        )
 
     def init_sanity_tqdm(self) -> Any:
         """The bar of the sanity check; its description is shown."""
@@ -563,12 +598,21 @@ class TQDMProgressBar(ProgressBar):
         return self._new_bar(self.predict_description)
 
     def _new_bar(self, description: str) -> Any:
-        options = {"position": self.process_position, "dynamic_ncols": True, "bar_format": self.BAR_FORMAT}
-        return bar_class()(desc=description, file=sys.stderr, leave=True, delay=1e-9, unit="batch", **options)
+        options = {
+            "position": self.process_position,
+            "dynamic_ncols": True,
+            "bar_format": self.BAR_FORMAT,
+        }
+        return bar_class()(
+            desc=description, file=sys.stderr, leave=True, delay=1e-9, unit="batch", **options
+        )
 
     def _open(self, kind: str, title: str) -> tuple[Line | None, str]:
         name, file = f"init_{kind}_tqdm", sys.stderr
-        terminal, own = file.isatty(), getattr(type(self), name) is not getattr(TQDMProgressBar, name)
+        terminal, own = (
+            file.isatty(),
+            getattr(type(self), name) is not getattr(TQDMProgressBar, name),
+        )
         bar = getattr(self, name)() if own or terminal else None
         if bar is not None and kind != "train":
             title = (bar.desc or title).removesuffix(": ")

@@ -61,7 +61,9 @@ class ModelPruning(Callback):
 
     def __init__(
         self,
-        pruning_fn: Literal["l1_unstructured", "random_unstructured", "ln_structured", "random_structured"],
+        pruning_fn: Literal[
+            "l1_unstructured", "random_unstructured", "ln_structured", "random_structured"
+        ],
         parameters_to_prune: Sequence[tuple[nn.Module, str]] | None = None,
         parameter_names: Sequence[str] | None = None,
         use_global_unstructured: bool = True,
@@ -127,9 +129,13 @@ class ModelPruning(Callback):
                 fix="pass parameter_names=[...] or parameters_to_prune=[(module, name), ...]",
             )
         for kept in (self._masks, self._first):  # of a checkpoint
-            kept.update({name: tensor.to(self._pruned[name].device) for name, tensor in kept.items()})
+            kept.update(
+                {name: tensor.to(self._pruned[name].device) for name, tensor in kept.items()}
+            )
         if self._rewinds and not self._first:
-            self._first = {name: parameter.detach().clone() for name, parameter in self._pruned.items()}
+            self._first = {
+                name: parameter.detach().clone() for name, parameter in self._pruned.items()
+            }
 
     def on_before_optimizer_step(
         self, trainer: TrainerLike, pl_module: ModuleLike, optimizer: torch.optim.Optimizer
@@ -155,7 +161,9 @@ class ModelPruning(Callback):
                 parameter.data.copy_(self._first[name])
         self._zero()
         if self.verbose:
-            trainer.print(f"pruned {self.sparsity:.1%} of {len(self._pruned)} parameters after epoch {epoch}")
+            trainer.print(
+                f"pruned {self.sparsity:.1%} of {len(self._pruned)} parameters after epoch {epoch}"
+            )
 
     def _find(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """By name in the module, the parameters to prune."""
@@ -165,7 +173,11 @@ class ModelPruning(Callback):
         return {
             name: parameter
             for name, parameter in module.named_parameters()
-            if (name.rpartition(".")[2] in self._names if wanted is None else id(parameter) in wanted)
+            if (
+                name.rpartition(".")[2] in self._names
+                if wanted is None
+                else id(parameter) in wanted
+            )
         }
 
     def _zero(self) -> None:
@@ -181,7 +193,9 @@ class ModelPruning(Callback):
             return
         weights = torch.cat([parameter.detach().flatten() for parameter in self._pruned.values()])
         masks = torch.cat([self._masks[name].flatten() for name in self._pruned])
-        parts = torch.split(self._smaller(weights, masks, amount), [p.numel() for p in self._pruned.values()])
+        parts = torch.split(
+            self._smaller(weights, masks, amount), [p.numel() for p in self._pruned.values()]
+        )
         for (name, parameter), part in zip(self._pruned.items(), parts, strict=True):
             self._masks[name] = part.view_as(parameter).clone()
 
@@ -196,5 +210,7 @@ class ModelPruning(Callback):
         options = [amount, self._norm, self._dim] if self._norm is not None else [amount, self._dim]
         dims = [dim for dim in range(mask.dim()) if dim != self._dim % mask.dim()]
         kept = mask.sum(dims).nonzero().flatten()  # sync point: at the end of an epoch
-        rest = kind(*options).compute_mask(weights.index_select(self._dim, kept), mask.index_select(self._dim, kept))  # type: ignore[no-untyped-call]
+        rest = kind(*options).compute_mask(
+            weights.index_select(self._dim, kept), mask.index_select(self._dim, kept)
+        )  # type: ignore[no-untyped-call]
         return torch.zeros_like(mask).index_copy_(self._dim, kept, rest)

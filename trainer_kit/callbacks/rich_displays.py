@@ -84,10 +84,22 @@ class RichProgressBar(ProgressBar):
     ) -> None:
         _require_rich(type(self).__name__)
         if refresh_rate < 0:
-            raise ConfigurationError("a progress bar counts batches from zero up", found=f"refresh_rate={refresh_rate}")
-        check_type("RichProgressBar", "theme", theme, RichProgressBarTheme | None, "RichProgressBarTheme | None")
+            raise ConfigurationError(
+                "a progress bar counts batches from zero up", found=f"refresh_rate={refresh_rate}"
+            )
+        check_type(
+            "RichProgressBar",
+            "theme",
+            theme,
+            RichProgressBarTheme | None,
+            "RichProgressBarTheme | None",
+        )
         super().__init__()
-        self.refresh_rate, self.leave, self.theme = refresh_rate, leave, theme or RichProgressBarTheme()
+        self.refresh_rate, self.leave, self.theme = (
+            refresh_rate,
+            leave,
+            theme or RichProgressBarTheme(),
+        )
         self._console_kwargs = dict(console_kwargs or {})
 
     def configure_columns(self, trainer: TrainerLike) -> Sequence[Any]:
@@ -132,7 +144,9 @@ class _RichLine:
 
     def show(self, view: View) -> None:
         if self._task is None:
-            self._task = self._bars.add_task(view.title, total=view.total, batches="", time="", speed="")
+            self._task = self._bars.add_task(
+                view.title, total=view.total, batches="", time="", speed=""
+            )
             self._bars.start()
         self.draw(view, {})
 
@@ -143,7 +157,10 @@ class _RichLine:
         left = None if view.total is None or not rate else (view.total - view.done) / rate
         bars.values = shown_values(metrics, theme.metrics_text_delimiter, theme.metrics_format)
         task = next(task for task in bars.tasks if task.id == self._task)
-        task.start_time, task.total = bars.get_time() - elapsed, view.total  # an unknown total pulses
+        task.start_time, task.total = (
+            bars.get_time() - elapsed,
+            view.total,
+        )  # an unknown total pulses
         bars.update(
             self._task,
             description=view.title,
@@ -179,7 +196,11 @@ def _bars() -> Any:
         def __init__(self, style: str, *columns: Any, console: Any) -> None:
             self.values, self._style = "", style
             super().__init__(
-                *columns, console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+                *columns,
+                console=console,
+                auto_refresh=False,
+                redirect_stdout=False,
+                redirect_stderr=False,
             )
 
         def get_renderables(self) -> Any:
@@ -201,7 +222,9 @@ def _require_rich(name: str) -> None:
 
     requirement = RequirementCache("rich>=13")
     if not requirement:
-        raise ConfigurationError(f"{name} needs rich", found=str(requirement), fix="pip install 'trainer-kit[rich]'")
+        raise ConfigurationError(
+            f"{name} needs rich", found=str(requirement), fix="pip install 'trainer-kit[rich]'"
+        )
 
 
 @final
@@ -234,7 +257,11 @@ class RichModelSummary(ModelSummary):
         if table.rows:
             drawn = Table(header_style=self.header_style)
             for name in cells[0]:
-                drawn.add_column(name, justify="right" if name in ("Params", "FLOPs") else "left", overflow="fold")
+                drawn.add_column(
+                    name,
+                    justify="right" if name in ("Params", "FLOPs") else "left",
+                    overflow="fold",
+                )
             for row in cells[1:]:
                 drawn.add_row(*row)
             console.print(drawn, markup=False)

@@ -40,7 +40,9 @@ class Timer(Callback):
         (43200.0, 0.0, None)
     """
 
-    never_called: ClassVar[Mapping[str, str]] = {"_check_time_remaining": "write a callback that calls trainer.stop"}
+    never_called: ClassVar[Mapping[str, str]] = {
+        "_check_time_remaining": "write a callback that calls trainer.stop"
+    }
 
     def __init__(
         self,
@@ -156,7 +158,9 @@ class Timer(Callback):
         if self._duration is None or self.time_elapsed() < self._duration:
             return
         reason = f"training took {timedelta(seconds=int(self.time_elapsed()))} of {timedelta(seconds=self._duration)}"
-        trainer.stop(reason)  # repeated at each check: a run continues until min_epochs and min_steps
+        trainer.stop(
+            reason
+        )  # repeated at each check: a run continues until min_epochs and min_steps
         if self.verbose and not self._reported and trainer.is_global_zero:
             self._reported = True
             trainer.print(f"time limit reached: {reason}")
@@ -164,16 +168,22 @@ class Timer(Callback):
 
 def _stage(name: str) -> str:
     if name not in _STAGES:
-        raise ConfigurationError("Timer does not have this stage", found=repr(name), fix=did_you_mean(name, _STAGES))
+        raise ConfigurationError(
+            "Timer does not have this stage", found=repr(name), fix=did_you_mean(name, _STAGES)
+        )
     return name
 
 
 def _seconds(duration: str | timedelta | Mapping[str, float] | Duration) -> float:
     if isinstance(duration, (int, float)):
-        raise ConfigurationError("a duration needs a unit of time", found=repr(duration), fix=f'write "{duration}s"')
+        raise ConfigurationError(
+            "a duration needs a unit of time", found=repr(duration), fix=f'write "{duration}s"'
+        )
     length = Duration.parse(duration)
     if length.unit != "s":
         raise ConfigurationError(
-            "a Timer counts time, not steps", found=repr(duration), fix='write "2h", or limit steps with max_duration'
+            "a Timer counts time, not steps",
+            found=repr(duration),
+            fix='write "2h", or limit steps with max_duration',
         )
     return float(length.value)

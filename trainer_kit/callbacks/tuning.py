@@ -56,7 +56,12 @@ class LearningRateFinder(Callback):
         self._rate: float | None = None
 
     def tune(
-        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
+        self,
+        trainer: Session,
+        module: Any,
+        loaders: Any,
+        datamodule: Any,
+        saved: Mapping[str, Any] | None,
     ) -> None:
         """Search, or set what the run has found before; the fit calls this."""
         from trainer_kit.tuner.learning_rate import attribute_of, set_learning_rate
@@ -113,7 +118,12 @@ class BatchSizeFinder(Callback):
         self.optimal_batch_size: int | None = None
 
     def tune(
-        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
+        self,
+        trainer: Session,
+        module: Any,
+        loaders: Any,
+        datamodule: Any,
+        saved: Mapping[str, Any] | None,
     ) -> None:
         """Search, or set what the run has found before; the fit calls this."""
         from trainer_kit.tuner.batch_size import set_batch_size

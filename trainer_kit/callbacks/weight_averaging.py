@@ -80,7 +80,9 @@ class Averages:
         self.lent: dict[str, Tensor] = {}
         self._module, self._use_buffers = module, use_buffers
         self._kept: dict[str, Tensor] = {}
-        self._since: dict[str, int] = {}  # by name, the count at which an average began that began later
+        self._since: dict[
+            str, int
+        ] = {}  # by name, the count at which an average began that began later
         self._moved: list[tuple[int, list[Tensor], list[Tensor]]] = []
         self._copied: list[tuple[Tensor, Tensor]] = []
         _divide_again(module)
@@ -89,12 +91,21 @@ class Averages:
     def _find(self) -> None:
         module = self._module
         parameters = module.named_parameters(remove_duplicate=False)
-        named: list[tuple[str, Tensor]] = [(state_name(name), parameter) for name, parameter in parameters]
+        named: list[tuple[str, Tensor]] = [
+            (state_name(name), parameter) for name, parameter in parameters
+        ]
         owners: dict[str, nn.Module] = {}
         if self._use_buffers:
             saved = plain_state(module)
-            buffers = [(n, b) for n, b in module.named_buffers(remove_duplicate=False) if state_name(n) in saved]
-            owners = {state_name(name): module.get_submodule(name.rpartition(".")[0]) for name, _ in buffers}
+            buffers = [
+                (n, b)
+                for n, b in module.named_buffers(remove_duplicate=False)
+                if state_name(n) in saved
+            ]
+            owners = {
+                state_name(name): module.get_submodule(name.rpartition(".")[0])
+                for name, _ in buffers
+            }
             named += [(state_name(name), buffer) for name, buffer in buffers]
         first: dict[int, str] = {}
         self._names: dict[str, list[str]] = {}  # tied weights have several
@@ -124,14 +135,23 @@ class Averages:
             for name, tensor in self._live.items()
             if name in before
             and tensor.shape == before[name].shape
-            and (self._owners[name] is owners.get(name) if name in self._owners else tensor is before[name])
+            and (
+                self._owners[name] is owners.get(name)
+                if name in self._owners
+                else tensor is before[name]
+            )
         }
         self.lent = {name: tensor for name, tensor in self.lent.items() if name in same}
         if self.count == 0:
             return
-        self._kept = {n: self._kept[n] if n in same else self._like(t) for n, t in self._live.items()}
+        self._kept = {
+            n: self._kept[n] if n in same else self._like(t) for n, t in self._live.items()
+        }
         new = [name for name in self._live if name not in same]
-        self._since = {**{n: begun for n, begun in self._since.items() if n in same}, **dict.fromkeys(new, self.count)}
+        self._since = {
+            **{n: begun for n, begun in self._since.items() if n in same},
+            **dict.fromkeys(new, self.count),
+        }
         self._sort()
         if new and self._report is not None:
             names = ", ".join(new[:3]) + (", ..." if len(new) > 3 else "")
@@ -163,7 +183,10 @@ class Averages:
         self.count += 1
 
     def _begin(self) -> None:
-        self._kept, self._since = {name: self._like(tensor) for name, tensor in self._live.items()}, {}
+        self._kept, self._since = (
+            {name: self._like(tensor) for name, tensor in self._live.items()},
+            {},
+        )
         self._sort()
 
     def _sort(self) -> None:
@@ -213,7 +236,9 @@ class Averages:
 
     def averaged(self) -> dict[str, Tensor]:
         """The averages under every name, in the dtype of the weights."""
-        return self._by_every_name({n: average.to(self._live[n].dtype) for n, average in self._kept.items()})
+        return self._by_every_name(
+            {n: average.to(self._live[n].dtype) for n, average in self._kept.items()}
+        )
 
     def state(self, beside: bool) -> dict[str, Any]:
         """The state for a checkpoint: the count, and the averages that the checkpoint does not hold as weights.
@@ -227,7 +252,10 @@ class Averages:
 
     @torch.no_grad()
     def load(
-        self, state: Mapping[str, Any], weights: Mapping[str, Tensor], shared: Mapping[str, str] | None = None
+        self,
+        state: Mapping[str, Any],
+        weights: Mapping[str, Tensor],
+        shared: Mapping[str, str] | None = None,
     ) -> list[str]:
         """Restore `state`.
 
@@ -247,7 +275,9 @@ class Averages:
         for name, average in self._kept.items():
             names = [name, *([shared[name]] if shared and name in shared else [])]
             # Averages first, under any name: the weights are rounded copies of them.
-            found = next((part[n] for part in (state["averages"], weights) for n in names if n in part), None)
+            found = next(
+                (part[n] for part in (state["averages"], weights) for n in names if n in part), None
+            )
             if found is None or found.shape != average.shape:
                 new.append(name)
                 self._since[name] = self.count
@@ -329,7 +359,9 @@ class WeightAveraging(Callback):
     ) -> None:
         if avg_fn is not None and multi_avg_fn is not None:
             raise ConfigurationError(
-                "only one averaging function can be used", found="avg_fn and multi_avg_fn", fix="give one"
+                "only one averaging function can be used",
+                found="avg_fn and multi_avg_fn",
+                fix="give one",
             )
         self.device = None if device is None else torch.device(device)
         self.use_buffers, self._avg_fn, self._multi_avg_fn = use_buffers, avg_fn, multi_avg_fn
@@ -366,7 +398,9 @@ class WeightAveraging(Callback):
             self._averages = None
             _refuse_averaging(self, trainer, self.device)
 
-    def on_load_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+    ) -> None:
         if not self._fits or "optimizer_states" not in checkpoint:
             return  # only weights are loaded; in a checkpoint of this callback they are the averages
         if "averaging_state" not in checkpoint:
@@ -376,7 +410,9 @@ class WeightAveraging(Callback):
         shared = trainer.strategy.shared_names(pl_module)
         new = self._averages.load(checkpoint["averaging_state"], checkpoint["state_dict"], shared)
         if new:
-            trainer.print(f"weight averaging begins here for {len(new)} weights that were not averaged: {new[0]}, ...")
+            trainer.print(
+                f"weight averaging begins here for {len(new)} weights that were not averaged: {new[0]}, ..."
+            )
 
     def on_train_step_end(self, trainer: TrainerLike, pl_module: ModuleLike) -> None:
         if self.should_update(step_idx=trainer.progress.step - 1):
@@ -420,11 +456,15 @@ class WeightAveraging(Callback):
         if self._averages is not None:
             self._averages.put_in()
 
-    def on_exception(self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: TrainerLike, pl_module: ModuleLike, exception: BaseException
+    ) -> None:
         if self._fits:
             self._take_out()
 
-    def on_save_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+    ) -> None:
         from trainer_kit.state.collect import (
             without_own_buffers,
         )  # imports the checkpoint code, which is not needed at the start
@@ -442,19 +482,27 @@ class WeightAveraging(Callback):
             checkpoint["state_dict"] = {**weights, **averaged}
         if "optimizer_states" in checkpoint:
             state = averages.state(beside=True)
-            checkpoint["current_model_state"] = without_own_buffers(trainer.strategy, pl_module, mine)  # type: ignore[arg-type]
+            checkpoint["current_model_state"] = without_own_buffers(
+                trainer.strategy,
+                pl_module,  # type: ignore[arg-type]
+                mine,
+            )
             state["averages"] = without_own_buffers(trainer.strategy, pl_module, state["averages"])  # type: ignore[arg-type]
             checkpoint["averaging_state"] = state
 
 
-def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.device | None = None) -> None:
+def _refuse_averaging(
+    callback: Callback, trainer: TrainerLike, device: torch.device | None = None
+) -> None:
     """Raise before the first step if ``callback`` cannot average the weights of this run."""
     strategy = trainer.strategy
     name = type(callback).__name__
     why = strategy.why_not_averaged
     if why is not None:
         raise ConfigurationError(
-            f"{name} cannot average the weights of this engine", found=why, fix="train with DDP, FSDP or a mesh"
+            f"{name} cannot average the weights of this engine",
+            found=why,
+            fix="train with DDP, FSDP or a mesh",
         )
     if strategy.per_rank_state:
         raise ConfigurationError(
@@ -468,7 +516,9 @@ def _refuse_averaging(callback: Callback, trainer: TrainerLike, device: torch.de
             found=f"device={str(device)!r} and weights on {strategy.device}",
             fix="leave device out: each rank holds only its shard",
         )
-    others = [one for one in trainer.callbacks if one is not callback and isinstance(one, WeightAveraging)]
+    others = [
+        one for one in trainer.callbacks if one is not callback and isinstance(one, WeightAveraging)
+    ]
     if others:
         raise ConfigurationError(
             "two callbacks average the weights, but a checkpoint holds one average",
@@ -522,7 +572,11 @@ class EMAWeightAveraging(WeightAveraging):
     def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
         if step_idx is not None:
             start = self.update_starting_at_step or 0
-            return step_idx >= start and self.update_every_n_steps > 0 and step_idx % self.update_every_n_steps == 0
+            return (
+                step_idx >= start
+                and self.update_every_n_steps > 0
+                and step_idx % self.update_every_n_steps == 0
+            )
         first = self.update_starting_at_epoch
         return epoch_idx is not None and first is not None and epoch_idx >= first
 
@@ -564,7 +618,12 @@ class StochasticWeightAveraging(WeightAveraging):
     never_called: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("avg_fn", "update_parameters"), "pass avg_fn= to the constructor"),
         **dict.fromkeys(
-            ("transfer_weights", "reset_batch_norm_and_save_state", "reset_momenta", "pl_module_contains_batch_norm"),
+            (
+                "transfer_weights",
+                "reset_batch_norm_and_save_state",
+                "reset_momenta",
+                "pl_module_contains_batch_norm",
+            ),
             "call torch.optim.swa_utils.update_bn after training for running statistics",
         ),
     }
@@ -625,7 +684,9 @@ class StochasticWeightAveraging(WeightAveraging):
                 fix="use WeightAveraging, and torch's SWALR in your training_step",
             )
 
-    def on_load_checkpoint(self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: TrainerLike, pl_module: ModuleLike, checkpoint: dict[str, Any]
+    ) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         if self._fits and checkpoint.get("callbacks", {}).get(self.state_key, {}).get("anneals"):
             (optimizer,) = trainer.optimizers

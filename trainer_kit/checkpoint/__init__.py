@@ -50,7 +50,9 @@ __all__ = [
 _HOME = {
     **dict.fromkeys(("CheckpointRecord", "Repair", "checkpoints", "repair"), "store"),
     **dict.fromkeys(("Difference", "diff"), "compare"),
-    **dict.fromkeys(("ShardedSnapshot", "take_sharded_snapshot", "write_sharded_snapshot"), "sharded"),
+    **dict.fromkeys(
+        ("ShardedSnapshot", "take_sharded_snapshot", "write_sharded_snapshot"), "sharded"
+    ),
     **dict.fromkeys(("read_divided", "read_sharded", "write_sharded"), "sharded"),
     **dict.fromkeys(("export", "read_weights"), "weights"),
     **dict.fromkeys(("read_checkpoint", "verify_checkpoint"), "read"),

@@ -53,7 +53,9 @@ class HostBuffers:
     def end(self) -> None:
         """Wait until all copies of this save are complete."""
         for device in self._devices:
-            torch.accelerator.synchronize(device)  # sync point: copies from the accelerator run until here
+            torch.accelerator.synchronize(
+                device
+            )  # sync point: copies from the accelerator run until here
         self._previous = self._current
         self._current = {}
         self._devices = set()
@@ -73,11 +75,15 @@ class Background(Generic[_T]):
         3
     """
 
-    def __init__(self, act: Callable[[], _T], done: Callable[[], None], thread: bool = True) -> None:
+    def __init__(
+        self, act: Callable[[], _T], done: Callable[[], None], thread: bool = True
+    ) -> None:
         self.since = time.monotonic()
         self._future: futures.Future[_T] = futures.Future()
         # A daemon, so that a process which must end at once does not wait for its storage; others call `result`.
-        self._thread = threading.Thread(target=self._run, args=(act, done), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(act, done), name="checkpoint", daemon=True
+        )
         self._waits = not thread
         if thread:
             self._thread.start()

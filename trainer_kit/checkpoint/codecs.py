@@ -130,7 +130,9 @@ def codec(
     is_function = isinstance(kind, FunctionType)
     if not (isinstance(kind, type) or is_function):
         raise ConfigurationError(
-            "a codec is for a class or a function", found=repr(kind), fix="pass the class: codec(type(value), ...)"
+            "a codec is for a class or a function",
+            found=repr(kind),
+            fix="pass the class: codec(type(value), ...)",
         )
     if (to_plain is None) != (from_plain is None):
         raise ConfigurationError(
@@ -158,7 +160,11 @@ def attributes_of(value: Any) -> dict[str, Any]:
     for base in type(value).__mro__:
         names = vars(base).get("__slots__", ())
         slots += [names] if isinstance(names, str) else names
-    attributes = {name: getattr(value, name) for name in slots if not _is_special(name) and hasattr(value, name)}
+    attributes = {
+        name: getattr(value, name)
+        for name in slots
+        if not _is_special(name) and hasattr(value, name)
+    }
     return attributes | dict(getattr(value, "__dict__", {}))
 
 
@@ -195,12 +201,20 @@ _supply(datetime, datetime.isoformat, datetime.fromisoformat)
 _supply(date, date.isoformat, date.fromisoformat)
 _supply(time, time.isoformat, time.fromisoformat)
 _supply(Decimal, str, Decimal)
-_supply(Fraction, lambda value: [value.numerator, value.denominator], lambda parts: Fraction(*map(index, parts)))
+_supply(
+    Fraction,
+    lambda value: [value.numerator, value.denominator],
+    lambda parts: Fraction(*map(index, parts)),
+)
 _supply(UUID, str, UUID)
 _supply(range, lambda value: [value.start, value.stop, value.step], lambda parts: range(*parts))
 _supply(slice, lambda value: [value.start, value.stop, value.step], lambda parts: slice(*parts))
 _supply(deque, lambda value: [list(value), value.maxlen], lambda parts: deque(parts[0], parts[1]))
-_supply(defaultdict, lambda value: [value.default_factory, dict(value)], lambda parts: defaultdict(*parts))
+_supply(
+    defaultdict,
+    lambda value: [value.default_factory, dict(value)],
+    lambda parts: defaultdict(*parts),
+)
 _supply(argparse.Namespace, vars, partial(object_from_attributes, argparse.Namespace))
 _supply(SimpleNamespace, vars, lambda attributes: SimpleNamespace(**attributes))
 _supply(HParams, dict, HParams)
@@ -249,7 +263,11 @@ def codec_of(value: Any) -> Codec | None:
 
 def cannot_be_stored(kind: type) -> bool:
     """Whether objects of a class of the program, or of `object`, have neither a codec nor a form of their own."""
-    plain = issubclass(kind, (*_TORCH_KINDS, Path)) or dataclasses.is_dataclass(kind) or is_named_tuple(kind)
+    plain = (
+        issubclass(kind, (*_TORCH_KINDS, Path))
+        or dataclasses.is_dataclass(kind)
+        or is_named_tuple(kind)
+    )
     creates = inspect.getattr_static(kind, "__new__")
     if plain or kind in _CODECS or creates is not vars(object)["__new__"]:
         return False
@@ -263,12 +281,33 @@ def codec_named(name: str) -> Codec | None:
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
-_PLAIN_KINDS: Final = (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset, type(None), object)
+_PLAIN_KINDS: Final = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    list,
+    tuple,
+    dict,
+    set,
+    frozenset,
+    type(None),
+    object,
+)
 _TORCH_KINDS: Final = (nn.Module, Optimizer, LRScheduler, Tensor, Enum)
-_FUNCTIONS_OF: Final = ("torch.nn.functional", "torch.nn.init", "torchmetrics.utilities.data", "torchmetrics.metric")
+_FUNCTIONS_OF: Final = (
+    "torch.nn.functional",
+    "torch.nn.init",
+    "torchmetrics.utilities.data",
+    "torchmetrics.metric",
+)
 _STATE_SETTERS: Final = ("torch.nn.modules", "torch._dynamo.mutation_guard", "torchmetrics")
 """The modules whose ``__setstate__`` of a module is called; the second one replaces torch's once something compiles."""
-_LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}) - {"__main__"}
+_LIBRARIES: Final = frozenset({*sys.stdlib_module_names, "torch", "numpy", "trainer_kit"}) - {
+    "__main__"
+}
 
 
 def is_named_tuple(kind: type) -> bool:
@@ -278,7 +317,9 @@ def is_named_tuple(kind: type) -> bool:
 
 def import_path(value: Any) -> str | None:
     """The name by which a checkpoint may hold a class or a function; None if it may not hold it."""
-    name = _tensor_operation(value) or (type_name(value) if isinstance(value, (type, FunctionType)) else None)
+    name = _tensor_operation(value) or (
+        type_name(value) if isinstance(value, (type, FunctionType)) else None
+    )
     if name is None:
         return None
     return name if find_name(name) is value else None
@@ -323,7 +364,9 @@ def _tensor_operation(value: Any) -> str | None:
     if not isinstance(value, BuiltinFunctionType):
         return None
     name = value.__name__
-    if vars(torch).get(name) is value and hasattr(Tensor, name):  # a tensor has no method that loads or writes a file
+    if vars(torch).get(name) is value and hasattr(
+        Tensor, name
+    ):  # a tensor has no method that loads or writes a file
         return f"torch.{name}"
     return f"torch.nn.functional.{name}" if vars(nn.functional).get(name) is value else None
 
@@ -372,7 +415,9 @@ def why_not_module(kind: type[nn.Module]) -> str | None:
 def module_to_plain(module: nn.Module) -> dict[str, Any]:
     """The state of a module from which `module_from_plain` makes one, without its class."""
     defaults = vars(nn.Module())
-    reader: Any = inspect.getattr_static(type(module), "__getstate__", None)  # Python 3.10 has no default
+    reader: Any = inspect.getattr_static(
+        type(module), "__getstate__", None
+    )  # Python 3.10 has no default
     state: dict[str, Any] = vars(module) if reader is None else dict(reader(module))
     attributes = {
         name: value

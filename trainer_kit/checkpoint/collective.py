@@ -66,13 +66,17 @@ class Collective:
             if failures:
                 message = failures[0]
             else:
-                own, message = self._attempt(lambda: combine([one["value"] for one in messages]), None)
+                own, message = self._attempt(
+                    lambda: combine([one["value"] for one in messages]), None
+                )
         message = self._broadcast(message)
         if "error" in message:
             self._raise(message["error"], own)
         return message["value"]
 
-    def _attempt(self, call: Callable[[], Any], rank: int | None) -> tuple[BaseException | None, dict[str, Any]]:
+    def _attempt(
+        self, call: Callable[[], Any], rank: int | None
+    ) -> tuple[BaseException | None, dict[str, Any]]:
         """Call a function; return its error, and a message for the other ranks: its value or the error."""
         try:
             return None, {"value": call()}
@@ -80,14 +84,20 @@ class Collective:
             return error, {"error": {"rank": rank, **_describe(error)}}
 
     def _raise(self, error: dict[str, Any], own: BaseException | None) -> None:
-        shared = isinstance(own, (CheckpointError, OSError)) and self.size > 1 and error["rank"] is not None
+        shared = (
+            isinstance(own, (CheckpointError, OSError))
+            and self.size > 1
+            and error["rank"] is not None
+        )
         if own is not None and not shared:
             raise own
         where = "" if error["rank"] is None else f"rank {error['rank']}: "
         # Callers check the cause for an OSError; the original cause exists only on its rank.
         cause = None if error["errno"] is None else OSError(error["errno"], error["text"])
         if "reason" in error:
-            raise CheckpointError(error["file"], error["key"], where + error["reason"], fix=error["fix"]) from cause
+            raise CheckpointError(
+                error["file"], error["key"], where + error["reason"], fix=error["fix"]
+            ) from cause
         raise RankError(f"{where}{error['text']}", fix="see what that rank printed") from cause
 
     def _gather(self, value: Any) -> list[Any]:
@@ -101,7 +111,9 @@ class Collective:
         padded[: own.numel()] = own
         parts = [torch.empty_like(padded) for _ in range(self.size)] if self.rank == 0 else None
         dist.gather(padded, parts, dst=self._first(), group=self._group)
-        return [_from_tensor(part[: int(size)]) for part, size in zip(parts or (), sizes, strict=False)]
+        return [
+            _from_tensor(part[: int(size)]) for part, size in zip(parts or (), sizes, strict=False)
+        ]
 
     def _broadcast(self, value: Any) -> Any:
         if self.size == 1:
@@ -118,7 +130,9 @@ class Collective:
 
 
 def _to_tensor(value: Any) -> Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8)
+    return torch.frombuffer(
+        bytearray(json.dumps(value, allow_nan=False).encode()), dtype=torch.uint8
+    )
 
 
 def _from_tensor(tensor: Tensor) -> Any:
@@ -131,7 +145,13 @@ def _describe(error: BaseException) -> dict[str, Any]:
     text = str(cause) if number is not None else f"{type(error).__name__}: {error}"
     found: dict[str, Any] = {"text": text, "errno": number}
     if isinstance(error, CheckpointError):
-        return {**found, "file": error.file, "key": error.key, "reason": error.reason, "fix": error.fix}
+        return {
+            **found,
+            "file": error.file,
+            "key": error.key,
+            "reason": error.reason,
+            "fix": error.fix,
+        }
     if isinstance(error, OSError):
         file = str(error.filename or "the checkpoint")
         return {**found, "file": file, "key": None, "reason": error.strerror or text, "fix": None}

@@ -95,7 +95,10 @@ class Snapshot:
 
 
 def take_snapshot(
-    state: Mapping[str, Any], *, info: Mapping[str, Any] | None = None, copy: bool | HostBuffers = True
+    state: Mapping[str, Any],
+    *,
+    info: Mapping[str, Any] | None = None,
+    copy: bool | HostBuffers = True,
 ) -> Snapshot:
     """Encode ``state``.
 
@@ -117,7 +120,9 @@ def take_snapshot(
     copier = copy.copy if isinstance(copy, HostBuffers) else copy
     for part, value in state.items():
         if not isinstance(part, str):
-            raise CheckpointError("the state to save", repr(part), "the parts of a checkpoint are named by strings")
+            raise CheckpointError(
+                "the state to save", repr(part), "the parts of a checkpoint are named by strings"
+            )
         trees[part] = encode(value, tensors.setdefault(part, {}), at=part, copy=copier)
     if isinstance(copy, HostBuffers):
         copy.end()
@@ -133,7 +138,9 @@ def dump_document(trees: Mapping[str, Any]) -> bytes:
     document = json.dumps(trees, allow_nan=False).encode()
     if len(document) > DOCUMENT_MOST:
         found = f"{in_units(len(document))} that are neither tensors nor arrays, where at most"
-        raise CheckpointError("the state to save", None, f"{found} {in_units(DOCUMENT_MOST)} can be saved")
+        raise CheckpointError(
+            "the state to save", None, f"{found} {in_units(DOCUMENT_MOST)} can be saved"
+        )
     return document
 
 
@@ -184,16 +191,26 @@ def write_checkpoint(
         (['manifest.json', 'state.json'], {'progress': {'step': 3}})
     """
     target = check_target(path, overwrite)
-    return write_snapshot(target, take_snapshot(state, info=info, copy=False), overwrite=overwrite, staged=staged)
+    return write_snapshot(
+        target, take_snapshot(state, info=info, copy=False), overwrite=overwrite, staged=staged
+    )
 
 
 def write_snapshot(
-    path: str | os.PathLike[str], snapshot: Snapshot, *, overwrite: bool = False, staged: Path | None = None
+    path: str | os.PathLike[str],
+    snapshot: Snapshot,
+    *,
+    overwrite: bool = False,
+    staged: Path | None = None,
 ) -> Location:
     """Write a snapshot as `write_checkpoint` does; this touches no training state, so any thread may call it."""
     target = check_target(path, overwrite)
     parts = name_parts(snapshot.tensors, taken=() if staged is None else os.listdir(staged))
-    shards = {name: safetensors_bytes(snapshot.tensors[part]) for part, name in parts.items() if name is not None}
+    shards = {
+        name: safetensors_bytes(snapshot.tensors[part])
+        for part, name in parts.items()
+        if name is not None
+    }
     needed = len(snapshot.document) + sum(size for size, _ in shards.values())
     with work_directory(target, needed, overwrite=overwrite, staged=staged) as work:
         files = {name: write_file(work / name, buffers) for name, (_, buffers) in shards.items()}
@@ -278,7 +295,9 @@ def remove_checkpoint(path: str | os.PathLike[str]) -> None:
     """
     target = absolute(path)
     if not is_ours(target):
-        raise CheckpointError(target, None, "not a checkpoint of this library, so it is not deleted")
+        raise CheckpointError(
+            target, None, "not a checkpoint of this library, so it is not deleted"
+        )
     with named_failure(target, "could not be deleted"):
         if isinstance(target, RemotePath):
             delete(target)
@@ -302,7 +321,9 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
         return clean_uploads(root)
     if not root.is_dir():
         return found
-    for entry in sorted(root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")):  # restores .old entries first
+    for entry in sorted(
+        root.iterdir(), key=lambda entry: entry.name.endswith(".tmp")
+    ):  # restores .old entries first
         hidden = Hidden.parse(entry.name)
         if hidden is None or not hidden.stale or entry.is_symlink():
             continue
@@ -310,7 +331,11 @@ def clean_incomplete(directory: str | os.PathLike[str]) -> list[str]:
             if entry.is_file() and hidden.target in _SINGLE_FILES:
                 entry.unlink()
                 found.append(hidden.target)
-            elif entry.is_dir() and hidden.suffix == "old" and not os.path.lexists(root / hidden.target):
+            elif (
+                entry.is_dir()
+                and hidden.suffix == "old"
+                and not os.path.lexists(root / hidden.target)
+            ):
                 if not (is_ours(entry) or _holds_only_a_save(entry)):
                     continue
                 os.rename(entry, root / hidden.target)
@@ -331,14 +356,23 @@ def check_target(path: str | os.PathLike[str], overwrite: bool) -> Location:
     """
     target = absolute(path)
     if not target.name or target.name.startswith("."):
-        raise CheckpointError(target, None, "a name that starts with a dot is not a checkpoint", fix="use another name")
+        raise CheckpointError(
+            target,
+            None,
+            "a name that starts with a dot is not a checkpoint",
+            fix="use another name",
+        )
     with io_failures(target):
         taken = not is_vacant(target) if isinstance(target, RemotePath) else os.path.lexists(target)
     if taken:
         if not overwrite:
-            raise CheckpointError(target, None, "it exists already", fix="pass overwrite=True, or use another name")
+            raise CheckpointError(
+                target, None, "it exists already", fix="pass overwrite=True, or use another name"
+            )
         if not is_ours(target):
-            raise CheckpointError(target, None, "not a checkpoint of this library, so it is not overwritten")
+            raise CheckpointError(
+                target, None, "not a checkpoint of this library, so it is not overwritten"
+            )
     return target
 
 
@@ -440,13 +474,19 @@ def _exchange(one: Path, other: Path) -> bool:
 
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2
-    return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    return (
+        rename is not None
+        and rename(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    )
 
 
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of trainer_kit and torch."""
-    return {"trainer_kit": sys.modules[__name__.partition(".")[0]].__version__, "torch": str(torch.__version__)}
+    return {
+        "trainer_kit": sys.modules[__name__.partition(".")[0]].__version__,
+        "torch": str(torch.__version__),
+    }
 
 
 def _check_staged(work: Path) -> None:
@@ -475,8 +515,12 @@ def staged_files(work: Path, own: Collection[str]) -> dict[str, Any]:
             if relative in own or relative == _STAGED or stat.S_ISDIR(mode):
                 continue
             if not stat.S_ISREG(mode):
-                raise CheckpointError(path, None, "a hook wrote something that is neither a file nor a directory")
-            sync_directory(path)  # syncs a file too; not on Windows, where a read-only file cannot be synced
+                raise CheckpointError(
+                    path, None, "a hook wrote something that is neither a file nor a directory"
+                )
+            sync_directory(
+                path
+            )  # syncs a file too; not on Windows, where a read-only file cannot be synced
             found[relative] = {"size": path.stat().st_size, "xxh3_64": checksum(path)}
         sync_directory(Path(directory))
     return dict(sorted(found.items()))

@@ -78,7 +78,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
     two = {"info": read_info(b), **other}
     try:
         parts = {**one, **two}
-        return [found for p in parts for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))]
+        return [
+            found for p in parts for found in _walk(p, (), one.get(p, _ABSENT), two.get(p, _ABSENT))
+        ]
     except RecursionError:
         raise CheckpointError(a, None, "it is nested too deeply to be compared") from None
 
@@ -86,7 +88,9 @@ def diff(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> list[Differenc
 def _walk(part: str, path: tuple[str, ...], a: Any, b: Any) -> Iterator[Difference]:
     key = ".".join(path)
     if a is _ABSENT or b is _ABSENT:
-        yield Difference(part, key, "missing", "" if a is _ABSENT else _show(a), "" if b is _ABSENT else _show(b))
+        yield Difference(
+            part, key, "missing", "" if a is _ABSENT else _show(a), "" if b is _ABSENT else _show(b)
+        )
     elif isinstance(a, Mapping) and isinstance(b, Mapping):
         for name in {**a, **b}:
             yield from _walk(part, (*path, str(name)), a.get(name, _ABSENT), b.get(name, _ABSENT))
@@ -118,7 +122,9 @@ def _largest(a: Tensor, b: Tensor) -> float:
     a = a.to(wide)
     b = b.to(wide)
     difference = (a - b).abs()
-    difference[(a == b) | (a.isnan() & b.isnan())] = 0.0  # the difference of equal infinities is NaN
+    difference[(a == b) | (a.isnan() & b.isnan())] = (
+        0.0  # the difference of equal infinities is NaN
+    )
     return float(difference.max())
 
 

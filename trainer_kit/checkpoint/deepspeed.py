@@ -22,7 +22,13 @@ from torch import Tensor
 from trainer_kit.checkpoint.files import tensors_of, torch_load
 from trainer_kit.core.errors import CheckpointError
 
-__all__ = ["DeepSpeedContent", "DeepSpeedFiles", "deepspeed_content", "deepspeed_weights", "find_deepspeed"]
+__all__ = [
+    "DeepSpeedContent",
+    "DeepSpeedFiles",
+    "deepspeed_content",
+    "deepspeed_weights",
+    "find_deepspeed",
+]
 
 _POINTERS: Final = ("latest_universal", "latest")
 _STATES: Final = "*_model_states.pt"
@@ -87,7 +93,11 @@ def _tag(path: Path) -> Path | None:
                 name = file.read(_MOST).strip()
         except (OSError, ValueError):
             continue
-        if name == os.path.basename(name) and name not in ("", ".", "..") and any((path / name).glob(_STATES)):
+        if (
+            name == os.path.basename(name)
+            and name not in ("", ".", "..")
+            and any((path / name).glob(_STATES))
+        ):
             return path / name
     return None
 
@@ -117,7 +127,9 @@ class DeepSpeedContent:
     step: int = 0
 
 
-def deepspeed_weights(theirs: DeepSpeedFiles, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def deepspeed_weights(
+    theirs: DeepSpeedFiles, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Return a module's tensors by name.
 
     Raises:
@@ -138,9 +150,13 @@ def deepspeed_content(theirs: DeepSpeedFiles) -> DeepSpeedContent:
     if isinstance(schedule, Mapping):
         found.schedule = schedule
         rates = schedule.get("_last_lr")
-        found.rates = [rate for rate in rates if isinstance(rate, float)] if isinstance(rates, list) else []
+        found.rates = (
+            [rate for rate in rates if isinstance(rate, float)] if isinstance(rates, list) else []
+        )
     if theirs.parameters:
-        found.moments = dict(_moments(theirs, found.weights, _shared(state), step - state.get("skipped_steps", 0)))
+        found.moments = dict(
+            _moments(theirs, found.weights, _shared(state), step - state.get("skipped_steps", 0))
+        )
     else:
         found.placed, rates = _placed(theirs.states[0], state.get("optimizer"))
         found.rates = rates or found.rates
@@ -154,7 +170,9 @@ def _engine_state(file: Path, device: torch.device | str) -> dict[str, Any]:
     return content
 
 
-def _weights(theirs: DeepSpeedFiles, state: Mapping[str, Any], device: torch.device | str) -> dict[str, Tensor]:
+def _weights(
+    theirs: DeepSpeedFiles, state: Mapping[str, Any], device: torch.device | str
+) -> dict[str, Tensor]:
     first = theirs.states[0]
     kept, size = state["module"], first.stat().st_size
     if not theirs.parameters:
@@ -163,8 +181,15 @@ def _weights(theirs: DeepSpeedFiles, state: Mapping[str, Any], device: torch.dev
     buffers = state.get("buffer_names") or ()
     frozen = state.get("frozen_param_shapes") or {}
     shapes = _shapes(state)
-    divided = any(isinstance(kept.get(name), Tensor) and kept[name].shape != shape for name, shape in frozen.items())
-    weights = tensors_of(first, {n: v for n, v in kept.items() if n in buffers or (n in frozen and not divided)}, size)
+    divided = any(
+        isinstance(kept.get(name), Tensor) and kept[name].shape != shape
+        for name, shape in frozen.items()
+    )
+    weights = tensors_of(
+        first,
+        {n: v for n, v in kept.items() if n in buffers or (n in frozen and not divided)},
+        size,
+    )
     if divided:
         weights |= _assemble_frozen(theirs, frozen, device)
     for name, file in theirs.parameters.items():
@@ -176,7 +201,11 @@ def _weights(theirs: DeepSpeedFiles, state: Mapping[str, Any], device: torch.dev
 def _shapes(state: Mapping[str, Any]) -> dict[str, torch.Size]:
     """Return the shapes of trained parameters, which stage 3 writes flat."""
     groups = state.get("param_shapes")
-    return {name: shape for group in groups for name, shape in group.items()} if isinstance(groups, list) else {}
+    return (
+        {name: shape for group in groups for name, shape in group.items()}
+        if isinstance(groups, list)
+        else {}
+    )
 
 
 def _shared(state: Mapping[str, Any]) -> dict[str, str]:
@@ -188,15 +217,23 @@ def _assemble_frozen(
     theirs: DeepSpeedFiles, frozen: Mapping[str, torch.Size], device: torch.device | str
 ) -> dict[str, Tensor]:
     """Assemble frozen parameters of stage 3 from the files of all ranks; each file holds a part."""
-    parts = [(file, _engine_state(file, device).get("frozen_param_fragments") or {}) for file in theirs.states]
+    parts = [
+        (file, _engine_state(file, device).get("frozen_param_fragments") or {})
+        for file in theirs.states
+    ]
     found = {}
     for name, shape in frozen.items():
-        pieces = [tensors_of(file, {name: of.get(name)}, file.stat().st_size)[name].view(-1) for file, of in parts]
+        pieces = [
+            tensors_of(file, {name: of.get(name)}, file.stat().st_size)[name].view(-1)
+            for file, of in parts
+        ]
         found[name] = _shaped(torch.cat(pieces), shape, theirs.states[0], name)
     return found
 
 
-def _read_tensor(file: Path, name: str, device: torch.device | str, shape: torch.Size | None) -> Tensor:
+def _read_tensor(
+    file: Path, name: str, device: torch.device | str, shape: torch.Size | None
+) -> Tensor:
     content = torch_load(file, device)
     value = content.get("param") if isinstance(content, dict) else content
     tensor = tensors_of(file, {name: value}, file.stat().st_size)[name]
@@ -208,7 +245,9 @@ def _shaped(tensor: Tensor, shape: torch.Size, file: Path, name: str) -> Tensor:
     if tensor.shape == shape:
         return tensor
     if tensor.dim() != 1 or tensor.numel() < shape.numel():
-        raise CheckpointError(file, name, f"a tensor of {list(tensor.shape)} where {list(shape)} is expected")
+        raise CheckpointError(
+            file, name, f"a tensor of {list(tensor.shape)} where {list(shape)} is expected"
+        )
     return tensor[: shape.numel()].view(shape)
 
 
@@ -220,7 +259,9 @@ def _moments(
         files = {key: file.with_name(f"{key}.pt") for key in _MOMENTS}
         if not all(one.exists() for one in files.values()):
             continue  # it never had a gradient, is frozen, or is a buffer
-        own: dict[str, Any] = {key: _read_tensor(one, name, "cpu", weights[name].shape) for key, one in files.items()}
+        own: dict[str, Any] = {
+            key: _read_tensor(one, name, "cpu", weights[name].shape) for key, one in files.items()
+        }
         counted = file.with_name("step.pt")
         # Stage 3 and fused optimizers have one count for all parameters, which are all updated in each step.
         number = torch_load(counted, "cpu") if counted.exists() else steps
@@ -249,6 +290,8 @@ def _placed(file: Path, state: Any) -> tuple[list[list[dict[str, Any]]], list[fl
     for number, group in enumerate(inner["param_groups"]):
         own = [dict(inner["state"].get(index, {})) for index in group["params"]]
         if masters is not None:
-            own = [{**one, "master": master} for one, master in zip(own, masters[number], strict=True)]
+            own = [
+                {**one, "master": master} for one, master in zip(own, masters[number], strict=True)
+            ]
         groups.append(own)
     return groups, [group["lr"] for group in inner["param_groups"] if "lr" in group]

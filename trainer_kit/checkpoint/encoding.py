@@ -60,7 +60,9 @@ _FIX: Final = (
     ' arrays, and rebuild the rest when the state is loaded; Trainer(on_unsaveable="drop") leaves it out'
 )
 _SCALARS: Final = "biufcmMUS"  # numpy kinds whose bytes are their value
-_DISTRIBUTED: Final = "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
+_DISTRIBUTED: Final = (
+    "__create_write_items__"  # torch's protocol for tensors that are divided among ranks
+)
 
 _E = TypeVar("_E", bound=Enum)
 
@@ -136,10 +138,14 @@ def encode(
     try:
         return _Encoder(tensors, at, copy, sharded).encode(value, ())
     except RecursionError:
-        raise CheckpointError(_SOURCE, at or None, "it is nested too deeply to be saved", fix=_FIX) from None
+        raise CheckpointError(
+            _SOURCE, at or None, "it is nested too deeply to be saved", fix=_FIX
+        ) from None
 
 
-def decode(tree: Any, tensors: Mapping[str, Tensor], *, at: str = "", file: object = "state.json") -> Any:
+def decode(
+    tree: Any, tensors: Mapping[str, Tensor], *, at: str = "", file: object = "state.json"
+) -> Any:
     """Rebuild the value that `encode` encoded.
 
     Args:
@@ -223,7 +229,9 @@ class _Encoder:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
-        if kind is int:  # beyond 64 bits JSON readers disagree, and Python limits the digits it parses
+        if (
+            kind is int
+        ):  # beyond 64 bits JSON readers disagree, and Python limits the digits it parses
             return value if -(2**63) <= value < 2**63 else _record("int", hex(value))
         if kind is float:
             return value if math.isfinite(value) else _record("float", repr(value))
@@ -245,7 +253,10 @@ class _Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in _SCALARS:
             return _record("numpy", value.tobytes().hex(), dtype=value.dtype.str)
         if kind is ObjectRecord:
-            return _record("name" if value.state is None else "object", self._named(value.kind, value.state, path))
+            return _record(
+                "name" if value.state is None else "object",
+                self._named(value.kind, value.state, path),
+            )
         return self._object(value, path)
 
     def _named(self, name: str, state: Any, path: tuple[str, ...]) -> Any:
@@ -258,7 +269,9 @@ class _Encoder:
         if name is not None:
             return _record("name", name)
         if isinstance(value, type):
-            raise self._refusal(value, path, f"the class {type_name(value)} cannot be named in a checkpoint")
+            raise self._refusal(
+                value, path, f"the class {type_name(value)} cannot be named in a checkpoint"
+            )
         if id(value) in self._open:
             raise self._refusal(value, path, "it contains itself")
         self._open.add(id(value))
@@ -283,20 +296,31 @@ class _Encoder:
             return _record("partial", self.encode(parts, path))
         if dataclasses.is_dataclass(value) and find_class(type_name(kind)) is kind:
             fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-            return _record("dataclass", [type_name(kind), self.encode({**attributes_of(value), **fields}, path)])
+            return _record(
+                "dataclass",
+                [type_name(kind), self.encode({**attributes_of(value), **fields}, path)],
+            )
         if is_named_tuple(kind) and find_class(type_name(kind)) is kind:
             return _record("namedtuple", [type_name(kind), self.encode(list(value), path)])
         raise self._refusal(value, path)
 
     def _module(self, module: nn.Module, path: tuple[str, ...]) -> Any:
-        module = module._modules.get("_orig_mod") or module  # a compiled module is stored as what was compiled
+        module = (
+            module._modules.get("_orig_mod") or module
+        )  # a compiled module is stored as what was compiled
         reason = why_not_module(type(module))
         if reason is not None:
             raise self._refusal(module, path, f"this module cannot be saved: {reason}")
-        return _record("module", [type_name(type(module)), self.encode(module_to_plain(module), path)])
+        return _record(
+            "module", [type_name(type(module)), self.encode(module_to_plain(module), path)]
+        )
 
-    def _refusal(self, value: Any, path: tuple[str, ...], reason: str | None = None) -> CheckpointError:
-        plain = next((base for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None)
+    def _refusal(
+        self, value: Any, path: tuple[str, ...], reason: str | None = None
+    ) -> CheckpointError:
+        plain = next(
+            (base for base in (dict, list, tuple, str, int, float) if isinstance(value, base)), None
+        )
         fix = _FIX
         if plain is not None and reason is None:
             fix = f"its class would be lost: save {plain.__name__}(value), or register it: tk.checkpoint.codec(Class)"
@@ -324,7 +348,10 @@ class _Encoder:
 
     def _dict(self, value: Any, path: tuple[str, ...]) -> Any:
         names = [_step(key) for key in value]
-        entries = [self.encode(item, (*path, name)) for name, item in zip(names, value.values(), strict=True)]
+        entries = [
+            self.encode(item, (*path, name))
+            for name, item in zip(names, value.values(), strict=True)
+        ]
         tree: Any
         if all(type(key) is str for key in value) and _TAG not in value:
             tree = dict(zip(value, entries, strict=True))
@@ -339,21 +366,36 @@ class _Encoder:
 
     def _key(self, key: Any, path: tuple[str, ...]) -> Any:
         if isinstance(key, Tensor):
-            raise self._refusal(key, path, "a tensor cannot be the key of a saved dict: it is found by identity")
+            raise self._refusal(
+                key, path, "a tensor cannot be the key of a saved dict: it is found by identity"
+            )
         return self.encode(key, path)
 
     def _enum(self, member: EnumRecord, path: tuple[str, ...]) -> Any:
-        return _record("enum", [member.kind, member.name, self.encode(member.value, (*path, "value"))])
+        return _record(
+            "enum", [member.kind, member.name, self.encode(member.value, (*path, "value"))]
+        )
 
     def _tensor(self, tensor: Tensor, path: tuple[str, ...]) -> Any:
         tensor = tensor.detach()
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
-            found = "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
-            reason = f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
+        if (
+            tensor.layout is not torch.strided
+            or tensor.is_nested
+            or tensor.is_quantized
+            or tensor.is_meta
+        ):
+            found = (
+                "meta" if tensor.is_meta else "nested" if tensor.is_nested else str(tensor.layout)
+            )
+            reason = (
+                f"only dense tensors with data can be saved, this one is {found} {tensor.dtype}"
+            )
             raise self._refusal(tensor, path, reason)
         if tensor.dtype not in TENSOR_DTYPES and tensor.dtype not in CARRIERS:
             raise self._refusal(tensor, path, f"tensors of {tensor.dtype} cannot be saved")
-        if type(tensor) is not Tensor and not hasattr(tensor, "placements"):  # unknown subclass: memory not comparable
+        if type(tensor) is not Tensor and not hasattr(
+            tensor, "placements"
+        ):  # unknown subclass: memory not comparable
             return self._new_tensor(tensor, path)
         key = identity(tensor)
         if key not in self._records:
@@ -407,7 +449,9 @@ class _Decoder:
             return {key: self.decode(item, (*path, key)) for key, item in tree.items()}
         read = _READERS.get(tree[_TAG]) if isinstance(tree[_TAG], str) else None
         if read is None:
-            raise self._damage(path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it")
+            raise self._damage(
+                path, f"unknown tag {tree[_TAG]!r}", fix="read it with the version that wrote it"
+            )
         try:
             return read(self, tree, path)
         except (CheckpointError, RecursionError):
@@ -415,7 +459,9 @@ class _Decoder:
         except Exception as error:  # each type raises its own error for a damaged record
             raise self._damage(path, f"damaged record of a {tree[_TAG]}: {error}") from error
 
-    def _damage(self, path: tuple[str, ...], reason: str, fix: str | None = None) -> CheckpointError:
+    def _damage(
+        self, path: tuple[str, ...], reason: str, fix: str | None = None
+    ) -> CheckpointError:
         return CheckpointError(self._file, _join(self._at, path) or None, reason, fix=fix)
 
     def items(self, record: dict[str, Any], path: tuple[str, ...]) -> list[Any]:
@@ -444,7 +490,9 @@ class _Decoder:
         if name is not None and name in found.__members__:
             return found.__members__[name]
         # A combination of flags. Other values may be looked up by code of the class.
-        return found(member.value) if issubclass(found, Flag) and type(member.value) is int else member
+        return (
+            found(member.value) if issubclass(found, Flag) and type(member.value) is int else member
+        )
 
     def named(self, record: dict[str, Any], path: tuple[str, ...]) -> tuple[str, Any]:
         name, content = record["v"]
@@ -514,7 +562,9 @@ class _Decoder:
         if "dtype" not in record:
             return stored
         array = np.ndarray(tuple(record["shape"]), numpy_dtype(record["dtype"]), stored.data)
-        if array.size > max(stored.size, 1):  # a dtype of width 0 would allow any number of elements
+        if array.size > max(
+            stored.size, 1
+        ):  # a dtype of width 0 would allow any number of elements
             raise TypeError("it has more elements than bytes")
         return array
 
@@ -530,7 +580,9 @@ _READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], 
     "size": lambda _, record, __: torch.Size(record["v"]),
     "timedelta": lambda _, record, __: timedelta(*record["v"]),
     "path": lambda _, record, __: Path(record["v"]),
-    "numpy": lambda _, record, __: np.ndarray((), numpy_dtype(record["dtype"]), bytes.fromhex(record["v"]))[()],
+    "numpy": lambda _, record, __: np.ndarray(
+        (), numpy_dtype(record["dtype"]), bytes.fromhex(record["v"])
+    )[()],
     "tuple": lambda decoder, record, path: tuple(decoder.items(record, path)),
     "set": lambda decoder, record, path: set(decoder.items(record, path)),
     "frozenset": lambda decoder, record, path: frozenset(decoder.items(record, path)),
@@ -549,7 +601,9 @@ _READERS: Final[dict[str, Callable[[_Decoder, dict[str, Any], tuple[str, ...]], 
 }
 
 
-def children(tree: Any, *, at: str = "", file: object = "state.json") -> Mapping[Any, Any] | list[Any] | None:
+def children(
+    tree: Any, *, at: str = "", file: object = "state.json"
+) -> Mapping[Any, Any] | list[Any] | None:
     """Return the encoded values of a dict by key, or the encoded items of a list or tuple; None for other trees.
 
     Example:
@@ -616,7 +670,10 @@ def merge(first: Any, second: Any) -> Any:
         return first
     if isinstance(first, dict) and isinstance(second, dict):
         if _TAG not in first and _TAG not in second:
-            joined = {key: merge(value, second[key]) if key in second else value for key, value in first.items()}
+            joined = {
+                key: merge(value, second[key]) if key in second else value
+                for key, value in first.items()
+            }
             return {**joined, **{key: value for key, value in second.items() if key not in first}}
         if first.get(_TAG) == second.get(_TAG) == "OrderedDict":
             return {**first, "v": merge(first["v"], second["v"])}

@@ -70,7 +70,9 @@ CARRIERS: Final = {
 }
 """Dtypes that not every safetensors release holds, with the dtype as which their flattened content is stored."""
 
-_PLAIN_DTYPE: Final = re.compile(r"[<>|=](?:[biufcSU]\d{1,10}|[mM]8(?:\[\d{0,9}[a-zA-Zμ]{1,2}\])?)", re.ASCII)
+_PLAIN_DTYPE: Final = re.compile(
+    r"[<>|=](?:[biufcSU]\d{1,10}|[mM]8(?:\[\d{0,9}[a-zA-Zμ]{1,2}\])?)", re.ASCII
+)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -157,7 +159,9 @@ def in_bytes(size: int | str, name: str, least: int = 0) -> int:
     count = -1 if match is None or unit is None else int(float(match[1]) * unit)
     if count < least:
         raise ConfigurationError(
-            f"{name} must be a number of bytes", found=repr(size), fix='write it as "5GB", "200MB" or "1GiB"'
+            f"{name} must be a number of bytes",
+            found=repr(size),
+            fix='write it as "5GB", "200MB" or "1GiB"',
         )
     return count
 
@@ -191,11 +195,17 @@ def safetensors_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, Iterable[Any]
     tied = tied_names(tensors)
     header: dict[str, Any] = {"__metadata__": {**tied, _FORMAT_KEY: "pt"}}
     kept = [item for item in tensors.items() if item[0] not in tied]
-    ordered = sorted(kept, key=lambda item: (-item[1].element_size(), item[0]))  # keeps data aligned
+    ordered = sorted(
+        kept, key=lambda item: (-item[1].element_size(), item[0])
+    )  # keeps data aligned
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": TENSOR_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        header[name] = {
+            "dtype": TENSOR_DTYPES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
 
@@ -217,7 +227,15 @@ def identity(tensor: Tensor) -> tuple[Any, ...]:
     """
     part = local(tensor)
     storage, shape = part.untyped_storage()._cdata, tuple(tensor.shape)
-    return storage, part.storage_offset(), shape, part.stride(), tensor.dtype, part.is_conj(), part.is_neg()
+    return (
+        storage,
+        part.storage_offset(),
+        shape,
+        part.stride(),
+        tensor.dtype,
+        part.is_conj(),
+        part.is_neg(),
+    )
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
@@ -275,7 +293,9 @@ def make_directories(missing: list[Path]) -> None:
     """Make the directories that `missing_directories` returned, durably."""
     for directory in reversed(missing):
         directory.mkdir(exist_ok=True)
-        sync_directory(directory.parent)  # a checkpoint is only as durable as the name of its directory
+        sync_directory(
+            directory.parent
+        )  # a checkpoint is only as durable as the name of its directory
 
 
 def checksum(path: Location) -> str:
@@ -318,7 +338,9 @@ def _check_file(status: os.stat_result, most: int) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "not a regular file")
     if status.st_size > most:
-        raise OSError(errno.EFBIG, f"{in_units(status.st_size)}, where at most {in_units(most)} are written")
+        raise OSError(
+            errno.EFBIG, f"{in_units(status.st_size)}, where at most {in_units(most)} are written"
+        )
 
 
 def _open_itself(path: str, flags: int) -> int:
@@ -386,20 +408,29 @@ def read_header(file: Path) -> dict[str, Tensor]:
     try:
         with safe_open(str(file), framework="pt") as content:
             entries = {name: content.get_slice(name) for name in list(content.keys())}
-            found = {name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()}
+            found = {
+                name: (entry.get_dtype(), entry.get_shape()) for name, entry in entries.items()
+            }
             ties = _stored_ties(content)
     except Exception as error:  # a damaged header can cause any error
         raise CheckpointError(file, None, f"not a readable safetensors file: {error}") from error
     for name, (word, _) in found.items():
         if word not in _DTYPES:
             raise CheckpointError(file, name, f"a tensor of {word}, which is not read")
-    held = {name: torch.empty(shape, dtype=_DTYPES[word], device="meta") for name, (word, shape) in found.items()}
+    held = {
+        name: torch.empty(shape, dtype=_DTYPES[word], device="meta")
+        for name, (word, shape) in found.items()
+    }
     return {**held, **{name: held[kept] for name, kept in ties.items()}}
 
 
 def _stored_ties(file: Any) -> dict[str, str]:
     names, metadata = set(file.keys()), dict(file.metadata() or {})
-    return {key: kept for key, kept in metadata.items() if kept in names and key not in names and key != _FORMAT_KEY}
+    return {
+        key: kept
+        for key, kept in metadata.items()
+        if kept in names and key not in names and key != _FORMAT_KEY
+    }
 
 
 EXTRA_STATE: Final = "_extra_state"
@@ -435,7 +466,9 @@ def torch_load(file: Path | IO[bytes], device: torch.device | str, mapped: bool 
         reason = text.splitlines()[0] if text else type(error).__name__
         if refused is not None:
             reason = f"it holds {refused[1]}, and a class could run code"
-        raise CheckpointError(file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE) from error
+        raise CheckpointError(
+            file, None, f"torch.load(weights_only=True) refused it: {reason}", fix=_UNSAFE
+        ) from error
 
 
 def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str, Tensor]:
@@ -454,8 +487,12 @@ def tensors_of(file: Location, content: Any, most: float = math.inf) -> dict[str
     weights = {}
     for name, value in content.items():
         if isinstance(value, Tensor) and isinstance(name, str):
-            if value.numel() * value.element_size() > most:  # strides of 0 repeat few bytes without end
-                raise CheckpointError(file, name, f"a tensor of {list(value.shape)} is larger than its file")
+            if (
+                value.numel() * value.element_size() > most
+            ):  # strides of 0 repeat few bytes without end
+                raise CheckpointError(
+                    file, name, f"a tensor of {list(value.shape)} is larger than its file"
+                )
             weights[name] = value.detach()
         elif not (isinstance(name, str) and name.endswith(EXTRA_STATE)):
             key = name if isinstance(name, str) else f"a {type(name).__name__}"

@@ -34,7 +34,9 @@ __all__ = [
     "tensors_in",
 ]
 
-_DTYPES: Final[dict[str, torch.dtype]] = {dtype_name(dtype): dtype for dtype in (*TENSOR_DTYPES, *CARRIERS)}
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    dtype_name(dtype): dtype for dtype in (*TENSOR_DTYPES, *CARRIERS)
+}
 
 
 def named_dtype(name: str) -> torch.dtype:
@@ -122,12 +124,16 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, 
     for part, tensors in content.items():
         if not isinstance(tensors, dict):
             raise CheckpointError(file, part, "the tensors of a part are not a dict")
-        layout[part] = {name: _tensor(file, f"{part}.{name}", entry) for name, entry in tensors.items()}
+        layout[part] = {
+            name: _tensor(file, f"{part}.{name}", entry) for name, entry in tensors.items()
+        }
         for name, tensor in layout[part].items():
             check_cover(file, f"{part}.{name}", tensor)
             for chunk in tensor.chunks:
                 if chunk.file not in parts[part]:
-                    raise CheckpointError(file, f"{part}.{name}", f"its file {chunk.file!r} is not listed")
+                    raise CheckpointError(
+                        file, f"{part}.{name}", f"its file {chunk.file!r} is not listed"
+                    )
                 needed[chunk.file] += math.prod(chunk.sizes) * tensor.dtype.itemsize
     for name, size in needed.items():
         if size > manifest["files"][name]["size"]:
@@ -138,15 +144,20 @@ def read_layout(path: Path, manifest: Mapping[str, Any]) -> dict[str, dict[str, 
 def _tensor(file: Path, key: str, entry: Any) -> TensorLayout:
     try:
         chunks = tuple(
-            Chunk(_numbers(c["offsets"]), _numbers(c["sizes"]), str(c["file"]), str(c["key"])) for c in entry["chunks"]
+            Chunk(_numbers(c["offsets"]), _numbers(c["sizes"]), str(c["file"]), str(c["key"]))
+            for c in entry["chunks"]
         )
         return TensorLayout(named_dtype(entry["dtype"]), _numbers(entry["shape"]), chunks)
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(file, key, f"damaged layout: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            file, key, f"damaged layout: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _numbers(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(number) is int and 0 <= number < 2**63 for number in value):
+    if not isinstance(value, list) or not all(
+        type(number) is int and 0 <= number < 2**63 for number in value
+    ):
         raise ValueError(f"{value!r} is not a list of sizes")
     return tuple(value)
 
@@ -160,14 +171,19 @@ def check_cover(file: object, key: str, tensor: TensorLayout) -> None:
     shape, chunks = tensor.shape, tensor.chunks
     for chunk in chunks:
         inside = len(chunk.offsets) == len(chunk.sizes) == len(shape) and all(
-            0 < size <= whole - offset for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+            0 < size <= whole - offset
+            for offset, size, whole in zip(chunk.offsets, chunk.sizes, shape, strict=True)
         )
         if not inside:
-            found = f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
+            found = (
+                f"chunk at {list(chunk.offsets)} of {list(chunk.sizes)} is not inside {list(shape)}"
+            )
             raise CheckpointError(file, key, found)
     filled = sum(math.prod(chunk.sizes) for chunk in chunks)
     if filled != math.prod(shape):
-        raise CheckpointError(file, key, f"chunks of {filled} elements for a tensor of {math.prod(shape)}")
+        raise CheckpointError(
+            file, key, f"chunks of {filled} elements for a tensor of {math.prod(shape)}"
+        )
     if len(chunks) < 2 or not shape:  # the sum above already refuses two chunks of a scalar
         return
     # Sweep along the dim with the most different offsets; compare each chunk with those that are still open there.
@@ -209,7 +225,9 @@ class ShardFiles:
         self._open.clear()
         self._stack.close()
 
-    def read(self, tensor: TensorLayout, chunk: Chunk, starts: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
+    def read(
+        self, tensor: TensorLayout, chunk: Chunk, starts: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> Tensor:
         """Return a box of a chunk on the CPU; it may alias the file, so copy it before this object is closed.
 
         Raises:
@@ -227,8 +245,12 @@ class ShardFiles:
             view = self._open[chunk.file].get_slice(chunk.key)
             found = view.get_dtype(), view.get_shape()
             if found != (TENSOR_DTYPES[carrier or tensor.dtype], stored):
-                raise CheckpointError(path, chunk.key, f"it is {found[0]} {found[1]}, not what the layout says")
-            box = tuple(slice(start, start + length) for start, length in zip(starts, lengths, strict=True))
+                raise CheckpointError(
+                    path, chunk.key, f"it is {found[0]} {found[1]}, not what the layout says"
+                )
+            box = tuple(
+                slice(start, start + length) for start, length in zip(starts, lengths, strict=True)
+            )
             if carrier is None:
                 return torch.as_tensor(view[box])
             return torch.as_tensor(view[:]).view(tensor.dtype).reshape(chunk.sizes)[box]
@@ -249,7 +271,10 @@ class Assembled(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, files: ShardFiles, tensors: Mapping[str, TensorLayout], device: torch.device | str = "cpu"
+        self,
+        files: ShardFiles,
+        tensors: Mapping[str, TensorLayout],
+        device: torch.device | str = "cpu",
     ) -> None:
         self._files = files
         self._tensors = tensors
@@ -282,11 +307,15 @@ def tensors_in(file: Path) -> dict[str, TensorLayout]:
     for name, tensor in read_header(file).items():
         key = keys.setdefault(id(tensor), name)  # a tied weight is stored only under its first name
         chunk = Chunk((0,) * tensor.ndim, tuple(tensor.shape), file.name, key)
-        layout[name] = TensorLayout(tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ())
+        layout[name] = TensorLayout(
+            tensor.dtype, tuple(tensor.shape), (chunk,) if tensor.numel() else ()
+        )
     return layout
 
 
-def layouts_of(path: Path, manifest: Mapping[str, Any], parts: Iterable[str]) -> dict[str, dict[str, TensorLayout]]:
+def layouts_of(
+    path: Path, manifest: Mapping[str, Any], parts: Iterable[str]
+) -> dict[str, dict[str, TensorLayout]]:
     """Return the layout of a checkpoint's tensors by part and name, also of one that a single process wrote.
 
     Raises:
@@ -295,4 +324,7 @@ def layouts_of(path: Path, manifest: Mapping[str, Any], parts: Iterable[str]) ->
     if is_sharded(manifest):
         return read_layout(path, manifest)
     files = {part: [path / name for name in shards_of(manifest, part)] for part in parts}
-    return {part: {key: one for file in own for key, one in tensors_in(file).items()} for part, own in files.items()}
+    return {
+        part: {key: one for file in own for key, one in tensors_in(file).items()}
+        for part, own in files.items()
+    }

@@ -31,7 +31,16 @@ _WRITTEN_AS: Final = "2.5.0"
 _SCALE: Final = ("MixedPrecision", "native_amp_scaling_state")
 _LIGHTNINGS: Final = frozenset(
     (
-        *("epoch", "global_step", _VERSION, "state_dict", "loops", "callbacks", "optimizer_states", "lr_schedulers"),
+        *(
+            "epoch",
+            "global_step",
+            _VERSION,
+            "state_dict",
+            "loops",
+            "callbacks",
+            "optimizer_states",
+            "lr_schedulers",
+        ),
         *("hparams_name", "hparams_type", "hyper_parameters", *_SCALE),
         *("datamodule_hparams_name", "datamodule_hparams_type", "datamodule_hyper_parameters"),
     )
@@ -39,7 +48,9 @@ _LIGHTNINGS: Final = frozenset(
 _COUNTS: Final = ("ready", "started", "processed", "completed")
 
 
-def import_lightning(file: str | os.PathLike[str], target: str | os.PathLike[str] | None = None) -> Location:
+def import_lightning(
+    file: str | os.PathLike[str], target: str | os.PathLike[str] | None = None
+) -> Location:
     """Write the content of a Lightning file as a checkpoint, which `fit(ckpt_path=...)` continues.
 
     The state of callbacks and the loops of validation and test are not taken over; ``read_info(path)["left_out"]``
@@ -69,7 +80,10 @@ def import_lightning(file: str | os.PathLike[str], target: str | os.PathLike[str
     content = torch_load(source, "cpu")
     if not isinstance(content, dict) or not {_VERSION, "state_dict"} <= content.keys():
         raise CheckpointError(
-            source, None, f"not a checkpoint of Lightning: it has no {_VERSION!r}", fix="read it with read_weights"
+            source,
+            None,
+            f"not a checkpoint of Lightning: it has no {_VERSION!r}",
+            fix="read it with read_weights",
         )
     weights = without_wrappers(content["state_dict"])
     extra = {name: value for name, value in weights.items() if str(name).endswith(EXTRA_STATE)}
@@ -83,7 +97,11 @@ def import_lightning(file: str | os.PathLike[str], target: str | os.PathLike[str
     if "optimizer_states" in content:
         state |= _run_parts(source, content)
     progress = state.get("progress", {"epoch": state["epoch"], "step": state["global_step"]})
-    info = {"epoch": progress["epoch"], "step": progress["step"], "left_out": sorted(content.get("callbacks") or ())}
+    info = {
+        "epoch": progress["epoch"],
+        "step": progress["step"],
+        "left_out": sorted(content.get("callbacks") or ()),
+    }
     return write_checkpoint(source.with_suffix("") if target is None else target, state, info=info)
 
 
@@ -127,7 +145,9 @@ def _progress(loop: Mapping[str, Any]) -> dict[str, int]:
     batches, epochs = loop["epoch_loop.batch_progress"], loop["epoch_progress"]["current"]
     running = epochs["processed"] < epochs["started"]
     ended = running and batches["is_last_batch"]
-    automatic = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]["completed"]
+    automatic = loop["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"][
+        "total"
+    ]["completed"]
     manual = loop["epoch_loop.manual_optimization.optim_step_progress"]["total"]["completed"]
     return {
         "epoch": epochs["processed"] + int(ended),
@@ -168,15 +188,26 @@ def to_lightning(state: Mapping[str, Any]) -> dict[str, Any]:
     }
     if "optimizer_states" in state:
         content |= {
-            "loops": {"fit_loop": _loop(state["progress"]), "validate_loop": {}, "test_loop": {}, "predict_loop": {}},
+            "loops": {
+                "fit_loop": _loop(state["progress"]),
+                "validate_loop": {},
+                "test_loop": {},
+                "predict_loop": {},
+            },
             "callbacks": {},
             "optimizer_states": [_optimizer_by_number(one) for one in state["optimizer_states"]],
             "lr_schedulers": state["lr_schedulers"],
             "datamodule_hyper_parameters": state.get("datamodule_hyper_parameters", {}),
             **({_SCALE[0]: state["precision"]} if state["precision"] else {}),
-            **{name: state[name] for name in ("averaging_state", "current_model_state") if name in state},
+            **{
+                name: state[name]
+                for name in ("averaging_state", "current_model_state")
+                if name in state
+            },
         }
-    return {name: part if name == "state_dict" else as_plain(part) for name, part in content.items()}
+    return {
+        name: part if name == "state_dict" else as_plain(part) for name, part in content.items()
+    }
 
 
 def _is_masked(value: Any) -> bool:
@@ -200,7 +231,9 @@ def _loop(done: Mapping[str, int]) -> dict[str, Any]:
             "current": counts(batch),
             "is_last_batch": not batch,
         },
-        "epoch_loop.automatic_optimization.optim_progress": {"optimizer": {"step": step, "zero_grad": step}},
+        "epoch_loop.automatic_optimization.optim_progress": {
+            "optimizer": {"step": step, "zero_grad": step}
+        },
         "epoch_loop.manual_optimization.optim_step_progress": step,
     }
 
@@ -212,5 +245,7 @@ def _optimizer_by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
         own = {name: next(number) for name in group["params"]}
         numbers.update(own)
         groups.append({**group, "params": list(own.values())})
-    state: dict[int, dict[str, Tensor]] = {numbers[n]: one for n, one in saved["state"].items() if n in numbers}
+    state: dict[int, dict[str, Tensor]] = {
+        numbers[n]: one for n, one in saved["state"].items() if n in numbers
+    }
     return {"state": state, "param_groups": groups}

@@ -11,7 +11,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any, Final, final
 
-from trainer_kit.checkpoint.files import make_directories, missing_directories, read_file, write_file
+from trainer_kit.checkpoint.files import (
+    make_directories,
+    missing_directories,
+    read_file,
+    write_file,
+)
 from trainer_kit.core.atomic_files import Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath, absolute, locate
@@ -107,7 +112,9 @@ class DirectoryLock:
         self._made = []
 
     def _content(self) -> bytes:
-        return (json.dumps({**asdict(self.owner.process), "since": self.owner.since}) + "\n").encode()
+        return (
+            json.dumps({**asdict(self.owner.process), "since": self.owner.since}) + "\n"
+        ).encode()
 
     def _acquire(self, file: Path) -> None:
         work = hidden_path(file, "tmp")
@@ -128,13 +135,18 @@ class DirectoryLock:
         try:
             with _open(file) as stale:
                 _wait_for(stale)
-                if not os.path.samestat(os.fstat(stale.fileno()), os.stat(file)) or _read(file) != owner:
+                if (
+                    not os.path.samestat(os.fstat(stale.fileno()), os.stat(file))
+                    or _read(file) != owner
+                ):
                     return False
                 mine = os.stat(work)
                 os.replace(work, file)
         except FileNotFoundError:
             return False
-        time.sleep(_SETTLED)  # without file locks, another process may have done the same at the same time
+        time.sleep(
+            _SETTLED
+        )  # without file locks, another process may have done the same at the same time
         if not os.path.samestat(mine, os.stat(file)):
             raise self._refusal(str(_read(file)))
         return True

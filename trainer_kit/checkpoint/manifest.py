@@ -60,13 +60,17 @@ DAMAGED: Final = re.compile(r".+\.damaged(-\d+)?", re.DOTALL)
 """Names of damaged checkpoints that were set aside."""
 
 _MOST: Final = 64 << 20  # bytes of a manifest
-_FORMAT: Final = ".".join(("trainer_kit", "checkpoint"))  # joined: the architecture test reads literals as imports
+_FORMAT: Final = ".".join(
+    ("trainer_kit", "checkpoint")
+)  # joined: the architecture test reads literals as imports
 _PLAIN: Final = 1
 """Version of a checkpoint that one process wrote: a part has one file or none."""
 _SHARDED: Final = 2
 """Version of a sharded checkpoint: each rank wrote its own files, and ``layout.json`` lists the chunks in them."""
 
-_HEAD: Final = 128  # bytes at the start of a manifest that hold its format and the number of its commit
+_HEAD: Final = (
+    128  # bytes at the start of a manifest that hold its format and the number of its commit
+)
 _COMMITTED: Final = re.compile(rb'"committed": (\d{1,18}),')
 _LATEST_COMMIT: Final = 253402300799 * 10**6
 """The last microsecond that a datetime can represent; a larger number was not written by this library."""
@@ -135,7 +139,9 @@ def commit_number(path: Location) -> int | None:
 
 def dump_manifest(content: dict[str, Any]) -> bytes:
     """Return the bytes of the manifest, with the SHA-256 of its canonical JSON."""
-    return (json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False) + "\n").encode()
+    return (
+        json.dumps({**content, "sha256": digest(content)}, indent=1, allow_nan=False) + "\n"
+    ).encode()
 
 
 def read_manifest(path: Location) -> dict[str, Any]:
@@ -152,10 +158,16 @@ def read_manifest(path: Location) -> dict[str, Any]:
             raise CheckpointError(file, None, f"the manifest cannot be read: {error}") from error
         if path.is_dir():
             if was_checkpoint(path):
-                raise CheckpointError(path, None, "not a checkpoint: it has no manifest.json", fix=_FIX) from None
-            raise MissingCheckpointError(path, "not a checkpoint: it has no manifest.json") from None
+                raise CheckpointError(
+                    path, None, "not a checkpoint: it has no manifest.json", fix=_FIX
+                ) from None
+            raise MissingCheckpointError(
+                path, "not a checkpoint: it has no manifest.json"
+            ) from None
         if path.exists():
-            raise CheckpointError(path, None, "this is a file, not a checkpoint directory") from None
+            raise CheckpointError(
+                path, None, "this is a file, not a checkpoint directory"
+            ) from None
         raise MissingCheckpointError(path, "this path contains no checkpoint") from None
     if not stat.S_ISREG(mode):
         raise CheckpointError(file, None, "the manifest is not a regular file", fix=_FIX)
@@ -163,7 +175,9 @@ def read_manifest(path: Location) -> dict[str, Any]:
         raw = read_file(file, _MOST)
     manifest = load_json(file, raw)
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX)
+        raise CheckpointError(
+            file, "format", "not a trainer_kit checkpoint, or its manifest is damaged", fix=_FIX
+        )
     recorded = manifest.pop("sha256", None)
     try:
         # Compare the bytes too: some changes of the text do not change the parsed content.
@@ -171,7 +185,9 @@ def read_manifest(path: Location) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(file, None, f"damaged JSON: {error}", fix=_FIX) from error
     if not unchanged:
-        raise CheckpointError(file, "sha256", "the manifest was changed after it was written", fix=_FIX)
+        raise CheckpointError(
+            file, "sha256", "the manifest was changed after it was written", fix=_FIX
+        )
     version = manifest.get("version")
     if type(version) is not int or version not in (_PLAIN, _SHARDED):
         reason = f"format {version!r}, this library reads {_PLAIN} and {_SHARDED}"
@@ -207,12 +223,23 @@ def check_files(path: Location, manifest: dict[str, Any]) -> None:
             continue
         if not stat.S_ISREG(status.st_mode):
             kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "not a regular file"
-            raise CheckpointError(path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX)
+            raise CheckpointError(
+                path / name, None, f"{kind}, which a checkpoint never holds", fix=_FIX
+            )
         if name != MANIFEST and name not in manifest["files"]:
-            raise CheckpointError(path / name, None, "an unexpected file, not in the manifest", fix="move it elsewhere")
+            raise CheckpointError(
+                path / name,
+                None,
+                "an unexpected file, not in the manifest",
+                fix="move it elsewhere",
+            )
     for name, entry in manifest["files"].items():
         if name not in found:
-            shard = f"{_name(path)} lacks shard {entry['shard']} of {manifest['shards']}" if "shard" in entry else None
+            shard = (
+                f"{_name(path)} lacks shard {entry['shard']} of {manifest['shards']}"
+                if "shard" in entry
+                else None
+            )
             raise CheckpointError(path / name, None, shard or "the file is missing", fix=_FIX)
         if found[name].st_size != entry["size"]:
             reason = f"{found[name].st_size} bytes, but {entry['size']} were written"
@@ -228,10 +255,14 @@ def _check_extra(path: Location, name: str, size: int) -> None:
         for directory in directories:
             place = place / directory
             if stat.S_ISLNK(place.lstat().st_mode):
-                raise CheckpointError(place, None, "a symbolic link, which a checkpoint never holds", fix=_FIX)
+                raise CheckpointError(
+                    place, None, "a symbolic link, which a checkpoint never holds", fix=_FIX
+                )
         status = (path / name).lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_size != size:
-        raise CheckpointError(path / name, None, f"it is not the file of {size} bytes that was written", fix=_FIX)
+        raise CheckpointError(
+            path / name, None, f"it is not the file of {size} bytes that was written", fix=_FIX
+        )
 
 
 def _name(path: Location) -> str:
@@ -277,7 +308,12 @@ def check_content(path: Location, manifest: dict[str, Any], names: list[str]) ->
             found = checksum(path / name)
         recorded = listed(manifest)[name]["xxh3_64"]
         if found != recorded:
-            raise CheckpointError(path / name, None, f"damaged: checksum {found}, but {recorded} was written", fix=_FIX)
+            raise CheckpointError(
+                path / name,
+                None,
+                f"damaged: checksum {found}, but {recorded} was written",
+                fix=_FIX,
+            )
 
 
 def is_sharded(manifest: Mapping[str, Any]) -> bool:
@@ -321,7 +357,9 @@ def was_checkpoint(path: Location) -> bool:
         files: list[Any] = [] if path.is_symlink() or not path.is_dir() else list(path.iterdir())
     except OSError:
         return False
-    return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(map(_named_as_ours, files))
+    return any(file.name in (MANIFEST, DOCUMENT) for file in files) and all(
+        map(_named_as_ours, files)
+    )
 
 
 def read_json(file: Location, most: int = DOCUMENT_MOST) -> Any:
@@ -379,31 +417,47 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def digest(content: Any) -> str:
     """Return the SHA-256, in hex, of the canonical JSON of plain data."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def _check_shape(file: Location, manifest: dict[str, Any]) -> None:
     within = manifest.get("within")
     if within is not None and not (isinstance(within, str) and AGAIN.fullmatch(within)):
-        raise CheckpointError(file, "within", "a directory name that could lead out of the checkpoint", fix=_FIX)
+        raise CheckpointError(
+            file, "within", "a directory name that could lead out of the checkpoint", fix=_FIX
+        )
     files, parts = manifest.get("files"), manifest.get("parts")
     if not isinstance(files, dict) or not isinstance(parts, dict) or DOCUMENT not in files:
         raise CheckpointError(file, "files", "the manifest lists no files or no parts", fix=_FIX)
     for name, entry in files.items():
         if not FILE_NAME.fullmatch(name) or name == MANIFEST:
-            raise CheckpointError(file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX)
+            raise CheckpointError(
+                file, f"files.{name}", "a file name that could lead out of the checkpoint", fix=_FIX
+            )
         _check_entry(file, f"files.{name}", entry)
     _check_extra_names(file, manifest)
     sharded, count = is_sharded(manifest), manifest.get("shards")
     if sharded and (type(count) is not int or count < 1 or LAYOUT not in files):
-        raise CheckpointError(file, "shards", "a sharded checkpoint without number of shards or layout", fix=_FIX)
+        raise CheckpointError(
+            file, "shards", "a sharded checkpoint without number of shards or layout", fix=_FIX
+        )
     for part, held in parts.items():
-        for name in shards_of(manifest, part) if isinstance(held, list if sharded else (str, type(None))) else [held]:
+        for name in (
+            shards_of(manifest, part)
+            if isinstance(held, list if sharded else (str, type(None)))
+            else [held]
+        ):
             entry = files.get(name) if isinstance(name, str) else None
             if entry is None:
-                raise CheckpointError(file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX)
+                raise CheckpointError(
+                    file, f"parts.{part}", f"its file {name!r} is not listed", fix=_FIX
+                )
             if sharded and (type(entry.get("shard")) is not int or not 0 < entry["shard"] <= count):
-                raise CheckpointError(file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX)
+                raise CheckpointError(
+                    file, f"files.{name}", f"it is not one of {count} shards", fix=_FIX
+                )
 
 
 def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
@@ -412,8 +466,14 @@ def _check_extra_names(file: Location, manifest: dict[str, Any]) -> None:
         raise CheckpointError(file, "extra", "not a list of files", fix=_FIX)
     for name, entry in extra.items():
         first, *rest = name.split("/")
-        if {"", ".", ".."} & {first, *rest} or "\0" in name or first in (MANIFEST, *manifest["files"]):
-            raise CheckpointError(file, f"extra.{name}", "a path that could lead out of the checkpoint", fix=_FIX)
+        if (
+            {"", ".", ".."} & {first, *rest}
+            or "\0" in name
+            or first in (MANIFEST, *manifest["files"])
+        ):
+            raise CheckpointError(
+                file, f"extra.{name}", "a path that could lead out of the checkpoint", fix=_FIX
+            )
         _check_entry(file, f"extra.{name}", entry)
 
 

@@ -60,8 +60,24 @@ _NAMED: Final = 4
 
 OF_A_RUN: Final = frozenset(
     (
-        *("buffers", "callbacks", "configuration", "data", "data_ranks", "datamodule", "datamodule_hyper_parameters"),
-        *("inside_step", "loaders", "loggers", "lr_schedulers", "metrics", "optimizer_states", "owes_validation"),
+        *(
+            "buffers",
+            "callbacks",
+            "configuration",
+            "data",
+            "data_ranks",
+            "datamodule",
+            "datamodule_hyper_parameters",
+        ),
+        *(
+            "inside_step",
+            "loaders",
+            "loggers",
+            "lr_schedulers",
+            "metrics",
+            "optimizer_states",
+            "owes_validation",
+        ),
         *("precision", "progress", "rng", "seed", "stop", "stride", "trainable"),
         *("averaging_state", "current_model_state"),  # of callbacks that average weights
     )
@@ -153,7 +169,9 @@ def missing_checkpoint(
         fix: what to do about it.
     """
     near = absolute(path if path.is_dir() else path.parent)
-    return MissingCheckpointError(path, reason, found=describe_existing([near, *directories]), fix=fix)
+    return MissingCheckpointError(
+        path, reason, found=describe_existing([near, *directories]), fix=fix
+    )
 
 
 def describe_existing(directories: Iterable[Location]) -> str:
@@ -175,7 +193,9 @@ def describe_existing(directories: Iterable[Location]) -> str:
             *earlier, newest = [path.name for path in paths]
             shown = ", ".join(earlier[-_NAMED:])
             dots = "…, " if len(earlier) > _NAMED else ""
-            lines.append(f"{directory} has {f'{dots}{shown} and, the newest, ' if earlier else ''}{newest}")
+            lines.append(
+                f"{directory} has {f'{dots}{shown} and, the newest, ' if earlier else ''}{newest}"
+            )
     if lines:
         return "; ".join(list(dict.fromkeys(lines))[:_NAMED])
     present = [str(place) for place in places if place.is_dir()]
@@ -217,25 +237,38 @@ def _visible_directories(directory: Location) -> list[Location]:
         if isinstance(directory, RemotePath):
             found: list[Location] = [entry for entry in directory.iterdir() if entry.is_dir()]
         else:
-            with os.scandir(directory) as entries:  # the kernel says which are directories, without a call for each
-                found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+            with os.scandir(
+                directory
+            ) as entries:  # the kernel says which are directories, without a call for each
+                found = [
+                    Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)
+                ]
     except OSError:  # absent, not a directory, or not readable for this user
         return []
-    return sorted((entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name)
+    return sorted(
+        (entry for entry in found if not entry.name.startswith(".")), key=lambda entry: entry.name
+    )
 
 
 def files_for(manifest: Mapping[str, Any], parts: Iterable[str]) -> list[str]:
     """Return the names of the files that hold these parts, including their descriptions."""
-    return [*descriptions(manifest), *(name for part in parts for name in shards_of(manifest, part))]
+    return [
+        *descriptions(manifest),
+        *(name for part in parts for name in shards_of(manifest, part)),
+    ]
 
 
-def _decode(root: Path, manifest: Mapping[str, Any], parts: list[str], device: torch.device | str) -> dict[str, Any]:
+def _decode(
+    root: Path, manifest: Mapping[str, Any], parts: list[str], device: torch.device | str
+) -> dict[str, Any]:
     trees, document = read_trees(root, parts), root / DOCUMENT
     if is_sharded(manifest):
         layout = read_layout(root, manifest)
         with ShardFiles(root) as files:
             whole = {part: Assembled(files, layout[part], device) for part in parts}
-            return {part: decode(trees[part], whole[part], at=part, file=document) for part in parts}
+            return {
+                part: decode(trees[part], whole[part], at=part, file=document) for part in parts
+            }
     state = {}
     for part in parts:
         tensors: dict[str, Tensor] = {}
@@ -260,7 +293,9 @@ def read_trees(root: Path, parts: Iterable[str]) -> dict[str, Any]:
     trees = read_json(document)
     for part in parts:
         if not isinstance(trees, dict) or part not in trees:
-            raise CheckpointError(document, part, "the manifest names this part, but it is not in the file")
+            raise CheckpointError(
+                document, part, "the manifest names this part, but it is not in the file"
+            )
     found: dict[str, Any] = trees
     return found
 

@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer_kit.checkpoint.lock import LOCK, owner_of
-from trainer_kit.checkpoint.manifest import AGAIN, MANIFEST, check_files, dump_manifest, may_be_ours, read_manifest
+from trainer_kit.checkpoint.manifest import (
+    AGAIN,
+    MANIFEST,
+    check_files,
+    dump_manifest,
+    may_be_ours,
+    read_manifest,
+)
 from trainer_kit.core.atomic_files import Hidden, Process, hidden_path
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import Location, RemotePath
@@ -86,7 +93,11 @@ def clean_uploads(root: RemotePath) -> list[str]:
     held = owner is not None and owner.process == Process.this()
     for entry in list(root.iterdir()) if root.is_dir() else ():
         hidden = Hidden.parse(entry.name)
-        if hidden is None or not (hidden.stale or (held and not hidden.here)) or not entry.is_file():
+        if (
+            hidden is None
+            or not (hidden.stale or (held and not hidden.here))
+            or not entry.is_file()
+        ):
             continue
         if hidden.target != LOCK:
             _discard(root / hidden.target)
@@ -119,13 +130,19 @@ def fetched(root: Location, names: Iterable[str]) -> Iterator[Path]:
                 (root / name).fetch_to(here / name)
             except OSError as error:
                 reason = f"it cannot be fetched to {here}: {error.strerror or error}"
-                fix = "make room there, or set TMPDIR to a place that has some" if error.errno else None
+                fix = (
+                    "make room there, or set TMPDIR to a place that has some"
+                    if error.errno
+                    else None
+                )
                 raise CheckpointError(root / name, None, reason, fix=fix) from error
         try:
             yield here
         except CheckpointError as error:
             name = Path(error.file).name
-            raise CheckpointError(root / name, error.key, error.reason, fix=error.fix) from error.__cause__
+            raise CheckpointError(
+                root / name, error.key, error.reason, fix=error.fix
+            ) from error.__cause__
 
 
 def _declare(target: RemotePath) -> RemotePath:
@@ -139,7 +156,9 @@ def _point(target: RemotePath, work: RemotePath) -> None:
     try:
         manifest = read_manifest(work)
     except CheckpointError as error:
-        raise OSError(f"the uploaded files were read back with another content: {error.reason}") from error
+        raise OSError(
+            f"the uploaded files were read back with another content: {error.reason}"
+        ) from error
     (target / MANIFEST).write_bytes(dump_manifest({**manifest, "within": work.name}))
 
 

@@ -31,7 +31,13 @@ from trainer_kit.checkpoint.commit import (
     work_directory,
 )
 from trainer_kit.checkpoint.encoding import children, decode, encode, merge, tensor_record
-from trainer_kit.checkpoint.files import CARRIERS, dtype_name, flatten, safetensors_bytes, write_file
+from trainer_kit.checkpoint.files import (
+    CARRIERS,
+    dtype_name,
+    flatten,
+    safetensors_bytes,
+    write_file,
+)
 from trainer_kit.checkpoint.layout import (
     Assembled,
     Chunk,
@@ -207,7 +213,11 @@ def write_sharded_snapshot(
 
         def begin(_: list[Any]) -> str:
             place = check_target(path, overwrite)
-            return str(stack.enter_context(work_directory(place, needed, overwrite=overwrite, staged=staged)))
+            return str(
+                stack.enter_context(
+                    work_directory(place, needed, overwrite=overwrite, staged=staged)
+                )
+            )
 
         def commit(written: list[dict[str, Any]]) -> None:
             with io_failures(target, needed):
@@ -219,7 +229,9 @@ def write_sharded_snapshot(
     return target
 
 
-def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+def _write_shards(
+    work: Location, target: Location, shards: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Any]:
     files = {}
     for name, tensors in shards.items():
         size, buffers = safetensors_bytes(tensors)
@@ -231,9 +243,17 @@ def _write_shards(work: Location, target: Location, shards: Mapping[str, Mapping
 
 
 def _describe(
-    work: Location, snapshot: ShardedSnapshot, written: list[dict[str, Any]], staged: Path | None, committed: int
+    work: Location,
+    snapshot: ShardedSnapshot,
+    written: list[dict[str, Any]],
+    staged: Path | None,
+    committed: int,
 ) -> None:
-    shards = {name: {**entry, "shard": rank + 1} for rank, own in enumerate(written) for name, entry in own.items()}
+    shards = {
+        name: {**entry, "shard": rank + 1}
+        for rank, own in enumerate(written)
+        for name, entry in own.items()
+    }
     document = write_file(work / DOCUMENT, [snapshot.document])
     layout = write_file(work / LAYOUT, [dump_layout(snapshot.layout)])
     parts = {
@@ -242,7 +262,9 @@ def _describe(
     }
     files = {**shards, DOCUMENT: document, LAYOUT: layout}
     extra = None if staged is None else staged_files(staged, files)
-    manifest = new_manifest(files, parts, snapshot.info, versions(), committed, snapshot.number, extra)
+    manifest = new_manifest(
+        files, parts, snapshot.info, versions(), committed, snapshot.number, extra
+    )
     write_file(work / MANIFEST, [dump_manifest(manifest)])
 
 
@@ -271,14 +293,18 @@ def _keys(items: Iterable[tuple[str, str]]) -> Iterator[str]:
 class _Local:
     """The state of one rank, encoded, with a plan of its chunks; tensors are not read yet."""
 
-    def __init__(self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool) -> None:
+    def __init__(
+        self, state: Mapping[str, Any], info: Mapping[str, Any] | None, *, first: bool
+    ) -> None:
         self.trees: dict[str, Any] = {}
         self.info = encode_info(info) if first else None
         self._places: dict[str, tuple[str, str]] = {}
         flat: dict[str, Tensor] = {}
         for part, value in state.items():
             if not isinstance(part, str):
-                raise CheckpointError(_SOURCE, repr(part), "the parts of a checkpoint are named by strings")
+                raise CheckpointError(
+                    _SOURCE, repr(part), "the parts of a checkpoint are named by strings"
+                )
             tensors: dict[str, Tensor] = {}
             self.trees[part] = encode(value, tensors, at=part, sharded=True)
             for name, tensor in tensors.items():
@@ -288,13 +314,21 @@ class _Local:
                 self._places[key] = (part, name)
         self._planner = _planner(flat, first)
         # A rank may hold no elements of a tensor; its empty item would lie outside of the tensor.
-        self._items = [item for item in self._planner.create_local_plan().items if math.prod(_box(item)[1])]
-        self._shapes = {key: (list(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in flat.items()}
+        self._items = [
+            item for item in self._planner.create_local_plan().items if math.prod(_box(item)[1])
+        ]
+        self._shapes = {
+            key: (list(tensor.shape), dtype_name(tensor.dtype)) for key, tensor in flat.items()
+        }
 
     def describe(self) -> Any:
         """Return the trees; part, name, shape and dtype of each tensor; part, name and box of each chunk."""
         tensors = [[*self._places[key], *self._shapes[key]] for key in self._shapes]
-        return self.trees, tensors, [[*self._places[item.index.fqn], *_box(item)] for item in self._items]
+        return (
+            self.trees,
+            tensors,
+            [[*self._places[item.index.fqn], *_box(item)] for item in self._items],
+        )
 
     def resolve(
         self, kept: list[int], names: Mapping[str, str], buffers: HostBuffers | None
@@ -303,7 +337,9 @@ class _Local:
         items = [self._items[index] for index in kept]
         places = [self._places[item.index.fqn] for item in items]
         shards: dict[str, dict[str, Tensor]] = {}
-        for item, (part, name), key in zip(items, places, _keys((names[p], n) for p, n in places), strict=True):
+        for item, (part, name), key in zip(
+            items, places, _keys((names[p], n) for p, n in places), strict=True
+        ):
             chunk = _plain(f"{part}.{name}", self._planner.resolve_data(item))
             copied = chunk if buffers is None else buffers.copy(f"{names[part]}/{key}", chunk)
             shards.setdefault(names[part], {})[key] = copied
@@ -328,7 +364,10 @@ def _box(item: WriteItem) -> tuple[list[int], list[int]]:
 def _check_whole(key: str, tensor: Tensor) -> None:
     if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
         raise CheckpointError(
-            _SOURCE, key, "its ranks hold terms of a sum (Partial), not parts", fix="redistribute() it before saving"
+            _SOURCE,
+            key,
+            "its ranks hold terms of a sum (Partial), not parts",
+            fix="redistribute() it before saving",
         )
 
 
@@ -337,7 +376,9 @@ def _plain(key: str, chunk: Any) -> Tensor:
     wait = getattr(chunk, "wait", None)  # the result of a collective that may still run
     tensor = (chunk if wait is None else wait()).detach()
     if type(tensor) is not Tensor:
-        raise CheckpointError(_SOURCE, key, f"chunks of type {type(tensor).__name__} cannot be saved")
+        raise CheckpointError(
+            _SOURCE, key, f"chunks of type {type(tensor).__name__} cannot be saved"
+        )
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype in CARRIERS:
         tensor = flatten(tensor).view(CARRIERS[tensor.dtype])
@@ -372,7 +413,9 @@ class _Plan:
         for rank, (held, kept) in enumerate(zip(items, self.kept, strict=True)):
             names = _file_names(self.parts, rank, len(descriptions))
             mine = [held[index] for index in kept]
-            for (part, name, offsets, sizes), key in zip(mine, _keys((names[i[0]], i[1]) for i in mine), strict=True):
+            for (part, name, offsets, sizes), key in zip(
+                mine, _keys((names[i[0]], i[1]) for i in mine), strict=True
+            ):
                 chunks[part, name].append(Chunk(tuple(offsets), tuple(sizes), names[part], key))
         self.layout: dict[str, dict[str, TensorLayout]] = {part: {} for part in trees}
         for (part, name), (shape, dtype) in whole.items():
@@ -381,7 +424,9 @@ class _Plan:
             self.layout[part][name] = tensor
 
 
-def _divide(items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[int], str]]) -> list[list[int]]:
+def _divide(
+    items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[int], str]]
+) -> list[list[int]]:
     """Return for each rank the indices of the items that it writes; of shared items the rank with the least load."""
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
     for rank, own in enumerate(items):
@@ -389,7 +434,9 @@ def _divide(items: list[list[Any]], whole: Mapping[tuple[str, str], tuple[list[i
             holders.setdefault((part, name, tuple(offsets), tuple(sizes)), []).append((rank, index))
     size = {box: math.prod(box[3]) * named_dtype(whole[box[:2]][1]).itemsize for box in holders}
     load, kept = [0] * len(items), [set[int]() for _ in items]
-    for box, places in sorted(holders.items(), key=lambda entry: (len(entry[1]) > 1, -size[entry[0]])):
+    for box, places in sorted(
+        holders.items(), key=lambda entry: (len(entry[1]) > 1, -size[entry[0]])
+    ):
         rank, index = min(places, key=lambda place: (load[place[0]], place))
         load[rank] += size[box]
         kept[rank].add(index)
@@ -486,13 +533,19 @@ def read_divided(
     absent = elsewhere or {}
     with ExitStack() as stack:
         source = ranks.each(lambda: _Source(*stack.enter_context(opened(path, parts))))
-        state = ranks.each(lambda: {p: source.template(p, divided, absent.get(p, ())) for p in source.parts})
+        state = ranks.each(
+            lambda: {p: source.template(p, divided, absent.get(p, ())) for p in source.parts}
+        )
         _fill_together(path, source, state, ranks, verify=True)
         return state
 
 
 def _fill_together(
-    path: str | os.PathLike[str], source: _Source, state: MutableMapping[str, Any], ranks: Collective, verify: bool
+    path: str | os.PathLike[str],
+    source: _Source,
+    state: MutableMapping[str, Any],
+    ranks: Collective,
+    verify: bool,
 ) -> None:
     if verify:
         shards = sorted(file for part in source.parts for file in shards_of(source.manifest, part))
@@ -526,13 +579,19 @@ class _Source:
         if record is None or found is None or "dtype" not in record:
             return found
         try:
-            return found.viewed_as(named_dtype(record["dtype"]), tuple(int(size) for size in record["shape"]))
+            return found.viewed_as(
+                named_dtype(record["dtype"]), tuple(int(size) for size in record["shape"])
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(self.document, key, f"damaged record of a tensor: {error}") from error
+            raise CheckpointError(
+                self.document, key, f"damaged record of a tensor: {error}"
+            ) from error
 
     def template(self, part: str, like: Mapping[str, Any], elsewhere: Collection[str]) -> Any:
         """Return the state of a part that is to be filled: memory for divided tensors, None for all other values."""
-        return self._template(self.trees[part], {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}, (part,), None)
+        return self._template(
+            self.trees[part], {**dict.fromkeys(elsewhere, _ELSEWHERE), **like}, (part,), None
+        )
 
     def _template(self, tree: Any, like: Mapping[str, Any], at: tuple[str, ...], own: Any) -> Any:
         if own is _ELSEWHERE:
@@ -548,7 +607,9 @@ class _Source:
             return None
         pairs = enumerate(inside) if isinstance(inside, list) else inside.items()
         found = {
-            name: self._template(value, like, (*at, str(name)), like.get(name, own) if type(name) is str else own)
+            name: self._template(
+                value, like, (*at, str(name)), like.get(name, own) if type(name) is str else own
+            )
             for name, value in pairs
         }
         if all(value is None for value in found.values()):
@@ -573,9 +634,15 @@ class _Target:
         """Return name, shape and boxes of this rank's tensors that are split twice along one dim."""
         found: list[Any] = []
         for name, tensor in self._tensors.items():
-            if any(type(placement).__name__ == "_StridedShard" for placement in getattr(tensor, "placements", ())):
+            if any(
+                type(placement).__name__ == "_StridedShard"
+                for placement in getattr(tensor, "placements", ())
+            ):
                 held: Any = tensor
-                boxes = [[list(chunk.offsets), list(chunk.sizes)] for chunk in held.__create_chunk_list__()]
+                boxes = [
+                    [list(chunk.offsets), list(chunk.sizes)]
+                    for chunk in held.__create_chunk_list__()
+                ]
                 found.append([self._places[name], list(tensor.shape), boxes])
         return found
 
@@ -584,7 +651,11 @@ class _Target:
         key = ".".join((part, *at))
         if value is _ELSEWHERE:
             layout = self._source.stored(tree, part, key)
-            return None if layout is None else torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+            return (
+                None
+                if layout is None
+                else torch.empty(layout.shape, dtype=layout.dtype, device="meta")
+            )
         if isinstance(value, Tensor):
             return self._register(value, tree, part, key)
         inside = children(tree, at=key, file=self._source.document)
@@ -592,19 +663,33 @@ class _Target:
             for name in list(value):
                 if name not in inside:
                     fix = did_you_mean(str(name), map(str, inside)) if inside else None
-                    raise CheckpointError(self._source.root, f"{key}.{name}", "it is not in the checkpoint", fix=fix)
+                    raise CheckpointError(
+                        self._source.root, f"{key}.{name}", "it is not in the checkpoint", fix=fix
+                    )
                 value[name] = self._fill(value[name], inside[name], part, (*at, str(name)))
             return value
         if isinstance(value, (list, tuple)) and _holds_tensors(value):
             if not isinstance(inside, list) or len(inside) != len(value):
-                found = f"{len(inside)} items are" if isinstance(inside, list) else "something else is"
-                raise CheckpointError(self._source.root, key, f"{found} stored, the state has {len(value)} items")
-            items = [self._fill(v, t, part, (*at, str(i))) for i, (v, t) in enumerate(zip(value, inside, strict=True))]
+                found = (
+                    f"{len(inside)} items are" if isinstance(inside, list) else "something else is"
+                )
+                raise CheckpointError(
+                    self._source.root, key, f"{found} stored, the state has {len(value)} items"
+                )
+            items = [
+                self._fill(v, t, part, (*at, str(i)))
+                for i, (v, t) in enumerate(zip(value, inside, strict=True))
+            ]
             if isinstance(value, tuple):
                 return tuple(items)
             value[:] = items
             return value
-        return decode(tree, Assembled(self._files, self._source.layout[part]), at=key, file=self._source.document)
+        return decode(
+            tree,
+            Assembled(self._files, self._source.layout[part]),
+            at=key,
+            file=self._source.document,
+        )
 
     def load(self) -> None:
         """Fill the tensors; torch's planner finds the stored chunks that overlap with this rank's parts."""
@@ -619,8 +704,13 @@ class _Target:
         stored: dict[str, Any] = {}
         chunks: dict[tuple[str, tuple[int, ...]], Chunk] = {}
         for name, layout in self._layouts.items():
-            boxes = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in layout.chunks]
-            stored[name] = TensorStorageMetadata(TensorProperties(layout.dtype), torch.Size(layout.shape), boxes)
+            boxes = [
+                ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes))
+                for c in layout.chunks
+            ]
+            stored[name] = TensorStorageMetadata(
+                TensorProperties(layout.dtype), torch.Size(layout.shape), boxes
+            )
             chunks.update({(name, chunk.offsets): chunk for chunk in layout.chunks})
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(self._tensors, Metadata(stored))
@@ -629,7 +719,9 @@ class _Target:
             offset = item.storage_index.offset
             assert offset is not None  # every item is a tensor
             chunk = chunks[name, tuple(offset)]
-            found = self._files.read(self._layouts[name], chunk, tuple(item.storage_offsets), tuple(item.lengths))
+            found = self._files.read(
+                self._layouts[name], chunk, tuple(item.storage_offsets), tuple(item.lengths)
+            )
             planner.resolve_tensor(item).detach().copy_(found)
 
     def _register(self, value: Tensor, tree: Any, part: str, key: str) -> Tensor:
@@ -638,13 +730,19 @@ class _Target:
         if layout is None:
             raise CheckpointError(root, key, "the state has a tensor where the checkpoint has none")
         if layout.shape != tuple(value.shape):
-            raise CheckpointError(root, key, f"{list(layout.shape)} is stored, the state has {list(value.shape)}")
+            raise CheckpointError(
+                root, key, f"{list(layout.shape)} is stored, the state has {list(value.shape)}"
+            )
         if value.is_meta:
-            raise CheckpointError(root, key, "the state's tensor has no memory", fix="call module.to_empty() first")
+            raise CheckpointError(
+                root, key, "the state's tensor has no memory", fix="call module.to_empty() first"
+            )
         name = f"{len(self._tensors)}/{key}"
         self._tensors[name] = value
         self._layouts[name] = layout
-        self._places[name] = f"{part}.{tree['v']}"  # its stored name, which is the same on all ranks
+        self._places[name] = (
+            f"{part}.{tree['v']}"  # its stored name, which is the same on all ranks
+        )
         return value
 
 
@@ -654,14 +752,26 @@ def _check_boxes(everyone: list[list[Any]]) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape, held in (tensor for own in everyone for tensor in own):
         shapes[name] = tuple(shape)
-        chunks = (Chunk(tuple(offsets), tuple(sizes), "", "") for offsets, sizes in held if math.prod(sizes))
+        chunks = (
+            Chunk(tuple(offsets), tuple(sizes), "", "")
+            for offsets, sizes in held
+            if math.prod(sizes)
+        )
         boxes.setdefault(name, set()).update(chunks)
     for name, found in boxes.items():
-        check_cover("the state to fill", name, TensorLayout(torch.float32, shapes[name], tuple(found)))
+        check_cover(
+            "the state to fill", name, TensorLayout(torch.float32, shapes[name], tuple(found))
+        )
 
 
 def _holds_tensors(value: Any) -> bool:
     if isinstance(value, Tensor):
         return True
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    items = (
+        value.values()
+        if isinstance(value, Mapping)
+        else value
+        if isinstance(value, (list, tuple))
+        else ()
+    )
     return any(_holds_tensors(item) for item in items)

@@ -96,10 +96,19 @@ def checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointRecord]:
     """
     records = []
     for entry in entries(locate(directory)):
-        if entry.name.startswith(".") or DAMAGED.fullmatch(entry.name) or entry.is_symlink() or not is_complete(entry):
+        if (
+            entry.name.startswith(".")
+            or DAMAGED.fullmatch(entry.name)
+            or entry.is_symlink()
+            or not is_complete(entry)
+        ):
             continue
         try:
-            info, number, time = read_info(entry), commit_number(entry), (entry / MANIFEST).stat().st_mtime_ns
+            info, number, time = (
+                read_info(entry),
+                commit_number(entry),
+                (entry / MANIFEST).stat().st_mtime_ns,
+            )
         except (CheckpointError, OSError):  # deleted in the meantime
             continue
         seconds = time / 1e9 if number is None else number / 1e6
@@ -173,10 +182,17 @@ def _mark(root: Location, names: Mapping[str, str | os.PathLike[str] | None]) ->
         target = absolute(path)
         within = _within(root, target)
         if within is None or not is_complete(target):
-            raise CheckpointError(target, None, f"not a complete checkpoint in {root}, so it cannot be {name!r}")
+            raise CheckpointError(
+                target, None, f"not a complete checkpoint in {root}, so it cannot be {name!r}"
+            )
         index[name] = within
     index = dict(sorted(index.items()))
-    content = json.dumps({"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1) + "\n"
+    content = (
+        json.dumps(
+            {"format": _FORMAT, "version": 1, "names": index, "sha256": digest(index)}, indent=1
+        )
+        + "\n"
+    )
     with named_failure(root / _INDEX, "could not be written"):
         replace_file(root / _INDEX, content.encode())
 
@@ -213,13 +229,25 @@ def read_index(directory: str | os.PathLike[str]) -> dict[str, str] | None:
     try:
         content = load_json(file, read_file(file, _MOST))
     except (OSError, CheckpointError) as error:
-        if isinstance(file, RemotePath) and not isinstance(error, (FileNotFoundError, CheckpointError)):
-            raise CheckpointError(file, None, f"cannot be read: {error}") from error  # a new index would lose its names
+        if isinstance(file, RemotePath) and not isinstance(
+            error, (FileNotFoundError, CheckpointError)
+        ):
+            raise CheckpointError(
+                file, None, f"cannot be read: {error}"
+            ) from error  # a new index would lose its names
         return None
-    names = content.get("names") if isinstance(content, dict) and content.get("format") == _FORMAT else None
+    names = (
+        content.get("names")
+        if isinstance(content, dict) and content.get("format") == _FORMAT
+        else None
+    )
     if not isinstance(names, dict) or content.get("sha256", digest(names)) != digest(names):
         return None
-    return {name: path for name, path in names.items() if isinstance(path, str) and _inside(PurePosixPath(path))}
+    return {
+        name: path
+        for name, path in names.items()
+        if isinstance(path, str) and _inside(PurePosixPath(path))
+    }
 
 
 def _inside(path: PurePosixPath) -> bool:
@@ -227,7 +255,12 @@ def _inside(path: PurePosixPath) -> bool:
         os.fsencode(path)
     except ValueError:  # not a valid file name
         return False
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in str(path)
+    return (
+        bool(path.parts)
+        and not path.is_absolute()
+        and ".." not in path.parts
+        and "\0" not in str(path)
+    )
 
 
 _ANY_RUN: Final = object()
@@ -253,7 +286,9 @@ class Repair:
     discarded: int
 
 
-def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False) -> list[Location]:
+def candidates(
+    directory: str | os.PathLike[str], run: str | None = None, whole_first: bool = False
+) -> list[Location]:
     """Return the checkpoints of ``directory``, whole or damaged, in the order in which a resume should try them.
 
     First the ``last`` of the index; then the others, the newest commit first.
@@ -265,21 +300,31 @@ def candidates(directory: str | os.PathLike[str], run: str | None = None, whole_
     """
     root = locate(directory)
     index = read_index(root) or {}
-    visible = (e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name))
+    visible = (
+        e for e in entries(root) if not e.name.startswith(".") and not DAMAGED.fullmatch(e.name)
+    )
     content: dict[Any, tuple[Any, bool]] = {}
     with named_failure(root, "the directory cannot be read"):
         for entry in visible:
             if was_checkpoint(entry) or (_is_closed(entry) and _is_named(entry, index)):
                 content[entry] = _content(entry) if whole_first or run is not None else (None, True)
-        of_run = [entry for entry, (writer, _) in content.items() if run is None or writer in (run, _ANY_RUN)]
+        of_run = [
+            entry
+            for entry, (writer, _) in content.items()
+            if run is None or writer in (run, _ANY_RUN)
+        ]
         of_run.sort(key=commit_order, reverse=True)
-    of_run.sort(key=lambda entry: entry.name != index.get("last"))  # stable: the others stay in their order
+    of_run.sort(
+        key=lambda entry: entry.name != index.get("last")
+    )  # stable: the others stay in their order
     whole = [entry for entry in of_run if content[entry][1]]
     weights = [entry for entry in of_run if not content[entry][1]]
     return whole if run is not None else [*whole, *weights]
 
 
-def similar(path: Location, directories: Iterable[Location] = (), newest: str | None = None) -> str | None:
+def similar(
+    path: Location, directories: Iterable[Location] = (), newest: str | None = None
+) -> str | None:
     """Return what to pass instead of a path that does not exist, for the ``fix`` of an error; None if nothing is near.
 
     Args:
@@ -288,7 +333,11 @@ def similar(path: Location, directories: Iterable[Location] = (), newest: str | 
         newest: what means the newest checkpoint, where the caller takes such a word.
     """
     stem = path.name.removesuffix(".ckpt")
-    names = {one.name: str(one) for place in reversed([path.parent, *directories]) for one in candidates(place)}
+    names = {
+        one.name: str(one)
+        for place in reversed([path.parent, *directories])
+        for one in candidates(place)
+    }
     if stem in names:
         return f"pass {names[stem]}: a checkpoint is a directory, not a .ckpt file"
     word = re.sub(r"-v\d+$", "", stem).lower()
@@ -300,7 +349,10 @@ def similar(path: Location, directories: Iterable[Location] = (), newest: str | 
     close = difflib.get_close_matches(stem, names, n=1)
     if close:
         return f"did you mean {names[close[0]]}?"
-    near = [*filter(None, [newest]), *([f"one of: {', '.join(list(names.values())[:5])}"] if names else [])]
+    near = [
+        *filter(None, [newest]),
+        *([f"one of: {', '.join(list(names.values())[:5])}"] if names else []),
+    ]
     return f"pass {', or '.join(near)}" if names else None
 
 
@@ -394,7 +446,9 @@ def repair(directory: str | os.PathLike[str]) -> Repair:
 def _rebuild_index(root: Location, sound: list[Location]) -> None:
     named = read_index(root) or {}
     known = {path.name: path for path in sound}
-    names: dict[str, Location | None] = {name: known.get(path) for name, path in named.items() if "/" not in path}
+    names: dict[str, Location | None] = {
+        name: known.get(path) for name, path in named.items() if "/" not in path
+    }
     if sound:
         names["last"] = names.get("last") or sound[0]
     if names or (root / "index.json").exists():

@@ -15,12 +15,30 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer_kit.checkpoint.codecs import ObjectRecord, attributes_of, codec_of, import_path, type_name
+from trainer_kit.checkpoint.codecs import (
+    ObjectRecord,
+    attributes_of,
+    codec_of,
+    import_path,
+    type_name,
+)
 from trainer_kit.checkpoint.encoding import EnumRecord
 
 __all__ = ["as_plain"]
 
-_ALLOWED: Final = (bool, int, float, complex, str, bytes, Tensor, torch.Size, torch.dtype, torch.device, type(None))
+_ALLOWED: Final = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    Tensor,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    type(None),
+)
 
 
 def as_plain(value: Any) -> Any:

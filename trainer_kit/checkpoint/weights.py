@@ -69,7 +69,9 @@ __all__ = [
 ]
 
 
-def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, Tensor]:
+def read_weights(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
     """Return a module's tensors by name, for ``module.load_state_dict``.
 
     Args:
@@ -91,19 +93,29 @@ def read_weights(path: str | os.PathLike[str], device: torch.device | str = "cpu
         {'w': tensor([1., 1.])}
     """
     found = _read(locate(path), device, ())["state_dict"]
-    return {name: value for name, value in found.items() if isinstance(value, Tensor)}  # without extra state
+    return {
+        name: value for name, value in found.items() if isinstance(value, Tensor)
+    }  # without extra state
 
 
-def _read(file: Location, device: torch.device | str, parts: Collection[str] | None) -> dict[str, Any]:
+def _read(
+    file: Location, device: torch.device | str, parts: Collection[str] | None
+) -> dict[str, Any]:
     """Return a ``state_dict``, and these ``parts`` of the other content of a checkpoint, if it has them; None: all."""
     if isinstance(file, Path) and holds_weight_files(file):
         if (sharded := _find_torch_sharded(file)) is not None:
             return {"state_dict": _read_torch_sharded(sharded, device)}
-        return {"state_dict": _joined(_find_weight_files(file), partial(read_tensors, device=device))}
+        return {
+            "state_dict": _joined(_find_weight_files(file), partial(read_tensors, device=device))
+        }
     if isinstance(file, Path) and (theirs := find_deepspeed(file)) is not None:
         return {"state_dict": deepspeed_weights(theirs, device)}
     if file.is_dir():
-        more = [] if parts == () else [one for one in read_manifest(file)["parts"] if parts is None or one in parts]
+        more = (
+            []
+            if parts == ()
+            else [one for one in read_manifest(file)["parts"] if parts is None or one in parts]
+        )
         content = read_checkpoint(file, dict.fromkeys(["model", *more]), device=device)
         held = content.pop("model")
         weights = tensors_of(file, held)
@@ -116,7 +128,11 @@ def _read(file: Location, device: torch.device | str, parts: Collection[str] | N
         return {"state_dict": read_tensors(file, device)}
     loaded = torch_load(file, device)
     weights = _state_dict(loaded)
-    other = {} if weights is loaded else {name: loaded[name] for name in loaded if parts is None or name in parts}
+    other = (
+        {}
+        if weights is loaded
+        else {name: loaded[name] for name in loaded if parts is None or name in parts}
+    )
     return {**other, "state_dict": tensors_of(file, weights, file.stat().st_size)}
 
 
@@ -180,7 +196,8 @@ def weight_shapes(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         {'w': tensor(..., device='meta', size=(2, 3))}
     """
     return {
-        name: torch.empty(one.shape, dtype=one.dtype, device="meta") for name, one in weight_layout(path)[1].items()
+        name: torch.empty(one.shape, dtype=one.dtype, device="meta")
+        for name, one in weight_layout(path)[1].items()
     }
 
 
@@ -199,7 +216,9 @@ def weight_layout(
     """
     file = locate(path)
     if isinstance(file, RemotePath):
-        raise CheckpointError(file, None, "headers are read on this machine", fix="copy it here first")
+        raise CheckpointError(
+            file, None, "headers are read on this machine", fix="copy it here first"
+        )
     if holds_weight_files(file):
         return file, _joined(_find_weight_files(file, index), tensors_in)
     if not file.is_dir():
@@ -211,15 +230,21 @@ def weight_layout(
         check_files(file, manifest)
         check_content(file, manifest, files_for(manifest, ["model"]))
     layout = layouts_of(file, manifest, ["model"])["model"]
-    held = {key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in layout.items()}
+    held = {
+        key: torch.empty(one.shape, dtype=one.dtype, device="meta") for key, one in layout.items()
+    }
     keys = {tensor.untyped_storage()._cdata: key for key, tensor in held.items()}
     # The tree has the names, and the dtypes that safetensors does not hold: decode it with meta tensors.
     tree = read_trees(file, ["model"])["model"]
     weights = {}
-    for name, tensor in tensors_of(file, decode(tree, held, at="model", file=file / DOCUMENT)).items():
+    for name, tensor in tensors_of(
+        file, decode(tree, held, at="model", file=file / DOCUMENT)
+    ).items():
         key = keys[tensor.untyped_storage()._cdata]
         same = tensor.dtype == held[key].dtype
-        weights[name] = layout[key] if same else layout[key].viewed_as(tensor.dtype, tuple(tensor.shape))
+        weights[name] = (
+            layout[key] if same else layout[key].viewed_as(tensor.dtype, tuple(tensor.shape))
+        )
     return file, weights
 
 
@@ -229,7 +254,11 @@ def map_weights(file: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: as for `read_weights`. Files of torch before 1.6 are read whole.
     """
-    return tensors_of(file, _state_dict(torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))), file.stat().st_size)
+    return tensors_of(
+        file,
+        _state_dict(torch_load(file, "cpu", mapped=zipfile.is_zipfile(file))),
+        file.stat().st_size,
+    )
 
 
 def _state_dict(content: Any) -> Any:
@@ -269,7 +298,9 @@ _MOST: Final = 64 << 20
 
 def holds_weight_files(path: Path) -> bool:
     """Whether this is a directory of weights for `_find_weight_files`, and not a checkpoint of ours, whole or not."""
-    if not path.is_dir() or any(os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)):
+    if not path.is_dir() or any(
+        os.path.lexists(path / name) for name in (MANIFEST, DOCUMENT, LAYOUT)
+    ):
         return False
     signs = ("*.safetensors", f"*{_INDEX}", ".metadata", "*/.metadata")
     return any(True for sign in signs for _ in path.glob(sign))
@@ -296,9 +327,13 @@ def _find_weight_files(directory: Path, index: Path | None = None) -> list[Path]
             )
     indices = [index] if index is not None else sorted(directory.glob(f"*{_INDEX}"))
     if len(indices) > 1:
-        raise CheckpointError(directory, None, f"several indices: {', '.join(index.name for index in indices)}")
+        raise CheckpointError(
+            directory, None, f"several indices: {', '.join(index.name for index in indices)}"
+        )
     if not indices:
-        found = sorted(path for path in directory.glob("*.safetensors") if not path.name.startswith("."))
+        found = sorted(
+            path for path in directory.glob("*.safetensors") if not path.name.startswith(".")
+        )
         if not found:
             raise CheckpointError(directory, None, "neither a checkpoint, nor safetensors files")
         return found
@@ -323,14 +358,17 @@ def read_index(index: Path) -> dict[str, str]:
         places: dict[str, str] = content.get("weight_map", content)
         names = sorted(set(places.values()))
         if not all(
-            isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..") for name in names
+            isinstance(name, str) and name == os.path.basename(name) and name not in ("", "..")
+            for name in names
         ):
             raise CheckpointError(index, "weight_map", "a file that is not one of this directory")
     except (AttributeError, KeyError, TypeError) as error:
         raise CheckpointError(index, "weight_map", "this is not an index of weights") from error
     for name in names:
         if not (index.parent / name).is_file():
-            raise CheckpointError(index.parent / name, None, f"{index.name} lists it, but it does not exist")
+            raise CheckpointError(
+                index.parent / name, None, f"{index.name} lists it, but it does not exist"
+            )
     return places
 
 
@@ -386,14 +424,22 @@ def export(
     path = absolute(target)
     if isinstance(path, RemotePath):
         raise ConfigurationError(
-            "weights are exported to local paths only", found=str(path), fix="export to a local path, and copy it there"
+            "weights are exported to local paths only",
+            found=str(path),
+            fix="export to a local path, and copy it there",
         )
     kind, limit = _choose(path, format), in_bytes(max_shard_size, "max_shard_size", least=1)
     if os.path.lexists(path):
-        raise CheckpointError(path, None, "it exists already", fix="use another name, or delete it first")
+        raise CheckpointError(
+            path, None, "it exists already", fix="use another name, or delete it first"
+        )
     weights: dict[str, Any]
     if kind == "lightning":
-        held = {"state_dict": checkpoint} if isinstance(checkpoint, Mapping) else _read(locate(checkpoint), "cpu", None)
+        held = (
+            {"state_dict": checkpoint}
+            if isinstance(checkpoint, Mapping)
+            else _read(locate(checkpoint), "cpu", None)
+        )
         held["state_dict"] = without_wrappers(held["state_dict"])
         weights = to_lightning(held)
     else:
@@ -412,7 +458,9 @@ def export(
         with suppress(OSError):
             work.unlink()
         if isinstance(error, OSError):
-            raise CheckpointError(path, None, f"could not be written: {error.strerror or error}") from error
+            raise CheckpointError(
+                path, None, f"could not be written: {error.strerror or error}"
+            ) from error
         raise
     return path
 
@@ -432,7 +480,10 @@ def _check_dtypes(checkpoint: object, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         if tensor.dtype not in TENSOR_DTYPES:
             raise CheckpointError(
-                checkpoint, name, f"safetensors files do not hold {tensor.dtype}", fix='export with format="torch"'
+                checkpoint,
+                name,
+                f"safetensors files do not hold {tensor.dtype}",
+                fix='export with format="torch"',
             )
 
 
@@ -445,7 +496,9 @@ def _write(work: Path, kind: str, weights: dict[str, Any], limit: int) -> None:
             file.flush()
             os.fsync(file.fileno())
         if kind == "lightning":
-            torch_load(work, "cpu", mapped=True)  # a hyperparameter may be of a class that torch refuses to read
+            torch_load(
+                work, "cpu", mapped=True
+            )  # a hyperparameter may be of a class that torch refuses to read
     else:
         work.mkdir()
         _write_shards(work, weights, limit)
@@ -487,7 +540,13 @@ _MOST_METADATA: Final = 256 << 20
 _RECORDS: Final = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
-        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *(
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+        ),
         *("TensorProperties", "TensorStorageMetadata"),
     },
 }
@@ -553,13 +612,18 @@ def _find_torch_sharded(directory: Path) -> Path | None:
         CheckpointError: there are several.
     """
     found = [
-        file.parent for file in (directory / _METADATA, *sorted(directory.glob(f"*/{_METADATA}"))) if file.is_file()
+        file.parent
+        for file in (directory / _METADATA, *sorted(directory.glob(f"*/{_METADATA}")))
+        if file.is_file()
     ]
     models = [one for one in found if not one.name.startswith("optimizer")] or found
     if len(models) > 1:
         names = ", ".join(one.name for one in models)
         raise CheckpointError(
-            directory, None, f"several torch distributed checkpoints: {names}", fix="name one of them"
+            directory,
+            None,
+            f"several torch distributed checkpoints: {names}",
+            fix="name one of them",
         )
     return models[0] if models else None
 
@@ -584,7 +648,10 @@ def _read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> 
         content = file.read_bytes()
     try:
         metadata = _Reader(content, file).load()
-        places = {(index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()}
+        places = {
+            (index.fqn, tuple(index.offset or ())): info
+            for index, info in metadata.storage_data.items()
+        }
         tensors = {
             name: _tensor(directory, name, one, places).to(device)
             for name, one in metadata.state_dict_metadata.items()
@@ -593,20 +660,34 @@ def _read_torch_sharded(directory: Path, device: torch.device | str = "cpu") -> 
     except CheckpointError:
         raise
     except Exception as error:  # a hostile file can cause any error
-        raise CheckpointError(file, None, f"it does not describe tensors ({type(error).__name__}: {error})") from error
+        raise CheckpointError(
+            file, None, f"it does not describe tensors ({type(error).__name__}: {error})"
+        ) from error
     inside = all(name.startswith("model.") for name in tensors)
-    return {name.removeprefix("model.") if inside else name: tensor for name, tensor in tensors.items()}
+    return {
+        name.removeprefix("model.") if inside else name: tensor for name, tensor in tensors.items()
+    }
 
 
-def _tensor(directory: Path, name: str, one: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]) -> Tensor:
+def _tensor(
+    directory: Path, name: str, one: Any, places: Mapping[tuple[str, tuple[int, ...]], Any]
+) -> Tensor:
     dtype, shape = one.properties.values[0], tuple(one.size)
-    parts = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in one.chunks if math.prod(chunk.sizes)]
-    chunks = [Chunk(offsets, sizes, places[name, offsets].relative_path, name) for offsets, sizes in parts]
+    parts = [
+        (tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in one.chunks if math.prod(chunk.sizes)
+    ]
+    chunks = [
+        Chunk(offsets, sizes, places[name, offsets].relative_path, name) for offsets, sizes in parts
+    ]
     check_cover(directory / _METADATA, name, TensorLayout(dtype, shape, tuple(chunks)))
     for chunk in chunks:
         file = directory / chunk.file
         bytes_of = math.prod(chunk.sizes) * dtype.itemsize
-        if chunk.file != os.path.basename(chunk.file) or not file.is_file() or bytes_of > file.stat().st_size:
+        if (
+            chunk.file != os.path.basename(chunk.file)
+            or not file.is_file()
+            or bytes_of > file.stat().st_size
+        ):
             raise CheckpointError(file, name, "it does not hold this tensor")
     whole = torch.empty(shape, dtype=dtype)
     for chunk in chunks:

@@ -114,7 +114,11 @@ class Parsed:
     """
 
     def __init__(
-        self, command: str, parser: jsonargparse.ArgumentParser, values: jsonargparse.Namespace, checkpoint_line: str
+        self,
+        command: str,
+        parser: jsonargparse.ArgumentParser,
+        values: jsonargparse.Namespace,
+        checkpoint_line: str,
     ) -> None:
         self.command = command
         self.parser = parser
@@ -129,7 +133,11 @@ class Parsed:
 
     def entry_point_arguments(self) -> dict[str, Any]:
         """The arguments of the entry point itself."""
-        return {name: self.values[name] for name in ("ckpt_path", "load_weights_only") if name in self.values}
+        return {
+            name: self.values[name]
+            for name in ("ckpt_path", "load_weights_only")
+            if name in self.values
+        }
 
     def instantiate(self) -> Any:
         """Make the Trainer, the module, the data and all other objects with options, except optimizers."""
@@ -190,7 +198,11 @@ class Arguments:
 
     def _make_parser(self, command: str, description: str | None) -> jsonargparse.ArgumentParser:
         given = self._extension.parser_options
-        options = given.get(command, {}) if command else {k: v for k, v in given.items() if k not in _COMMANDS}
+        options = (
+            given.get(command, {})
+            if command
+            else {k: v for k, v in given.items() if k not in _COMMANDS}
+        )
         # With abbreviations a misspelt option could match another option.
         standard = {"description": description, "exit_on_error": False, "allow_abbrev": False}
         return self._extension.parser(**{**standard, **options})
@@ -198,7 +210,9 @@ class Arguments:
     def _make_command(self, command: str, description: str | None) -> jsonargparse.ArgumentParser:
         parser, more = self._make_parser(command, description), self._extension
         parser.add_argument(
-            *("-c", "--config"), action="config", help="a YAML file of these options; may be given several times"
+            *("-c", "--config"),
+            action="config",
+            help="a YAML file of these options; may be given several times",
         )
         parser.add_argument(
             "--seed_everything",
@@ -207,7 +221,10 @@ class Arguments:
             help="seed of Python, NumPy, torch and the order of the data; false seeds none",
         )
         parser.add_class_arguments(
-            class_of(more.trainer), "trainer", skip=set(_PARTS), instantiate=more.instantiates_trainer
+            class_of(more.trainer),
+            "trainer",
+            skip=set(_PARTS),
+            instantiate=more.instantiates_trainer,
         )
         for name, (kind, default, text) in _PARTS.items():
             parser.add_argument(f"--trainer.{name}", type=kind, default=default, help=text)
@@ -220,9 +237,16 @@ class Arguments:
             else:
                 parser.add_class_arguments(kind, name, fail_untyped=False)
         if command:
-            parser.add_argument("--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"')
+            parser.add_argument(
+                "--ckpt_path", type=str | None, default=None, help='a path, a URL, "last" or "best"'
+            )
         if command == "fit":
-            parser.add_argument("--load_weights_only", type=bool, default=False, help="take only the weights from it")
+            parser.add_argument(
+                "--load_weights_only",
+                type=bool,
+                default=False,
+                help="take only the weights from it",
+            )
         parser.set_defaults(self._defaults)
         more.extend(parser)
         if more.optimizers:
@@ -236,7 +260,10 @@ class Arguments:
             SystemExit: 2 and one line on standard error for a wrong one; 0 after ``--help`` and ``--print_config``.
         """
         # The shell does not expand a tilde after "=".
-        words = [f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}" if w.startswith(_CONFIG) else w for w in words]
+        words = [
+            f"{_CONFIG}{os.path.expanduser(w[len(_CONFIG) :])}" if w.startswith(_CONFIG) else w
+            for w in words
+        ]
         files = _config_files(words)
         alone = not self._extension.commands
         command = "" if alone else next((word for word in words if word in self._parsers), "fit")
@@ -244,7 +271,11 @@ class Arguments:
         early = words[0].partition("=")[0] if words else ""
         if not alone and early.startswith("-") and early not in ("-h", "--help"):
             _refuse(f"{prog}: {early}: options stand after the command: {', '.join(_COMMANDS)}")
-        known = [option for option in self._parsers[command]._option_string_actions if option.startswith("--")]
+        known = [
+            option
+            for option in self._parsers[command]._option_string_actions
+            if option.startswith("--")
+        ]
         try:
             for file in files:
                 _check_file(file)
@@ -309,15 +340,24 @@ def _add_optimizer_arguments(parser: jsonargparse.ArgumentParser) -> None:
 def add_schedule_arguments(parser: jsonargparse.ArgumentParser) -> None:
     """Add the options of the scheduler's interval and of the value that it monitors."""
     parser.add_argument(
-        "--lr_scheduler_interval", type=Literal["epoch", "step"], default="epoch", help="when the scheduler advances"
+        "--lr_scheduler_interval",
+        type=Literal["epoch", "step"],
+        default="epoch",
+        help="when the scheduler advances",
     )
     parser.add_argument(
-        "--lr_scheduler_monitor", type=str | None, default=None, help="the logged value that ReduceLROnPlateau looks at"
+        "--lr_scheduler_monitor",
+        type=str | None,
+        default=None,
+        help="the logged value that ReduceLROnPlateau looks at",
     )
 
 
 def use_optimizer(
-    module: Any, values: Any, show: Callable[[str], None], compose: Callable[[Any, Any, Any], Any] | None = None
+    module: Any,
+    values: Any,
+    show: Callable[[str], None],
+    compose: Callable[[Any, Any, Any], Any] | None = None,
 ) -> None:
     """Replace ``configure_optimizers`` of a module by the chosen optimizer and scheduler, if any.
 
@@ -335,10 +375,13 @@ def use_optimizer(
     if optimizer is None:
         if scheduler is not None:
             raise ConfigurationError(
-                "--lr_scheduler needs --optimizer", fix="add --optimizer: the scheduler sets its learning rate"
+                "--lr_scheduler needs --optimizer",
+                fix="add --optimizer: the scheduler sets its learning rate",
             )
         return
-    plateau = scheduler is not None and issubclass(class_of(scheduler.class_path), ReduceLROnPlateau)
+    plateau = scheduler is not None and issubclass(
+        class_of(scheduler.class_path), ReduceLROnPlateau
+    )
     if plateau and monitor is None and compose is None:
         raise ConfigurationError(
             "ReduceLROnPlateau needs --lr_scheduler_monitor", fix="pass the name of a logged value"
@@ -348,13 +391,20 @@ def use_optimizer(
 
     def configure_optimizers() -> Any:
         made = class_of(optimizer.class_path)(module.parameters(), **_init_args(optimizer))
-        schedule = None if scheduler is None else class_of(scheduler.class_path)(made, **_init_args(scheduler))
+        schedule = (
+            None
+            if scheduler is None
+            else class_of(scheduler.class_path)(made, **_init_args(scheduler))
+        )
         if compose is not None:
             return compose(module, made, schedule)
         if schedule is None:
             return made
         config = {"scheduler": schedule, "interval": interval}
-        return {"optimizer": made, "lr_scheduler": {**config, "monitor": monitor} if plateau else config}
+        return {
+            "optimizer": made,
+            "lr_scheduler": {**config, "monitor": monitor} if plateau else config,
+        }
 
     module.configure_optimizers = configure_optimizers
 
@@ -391,7 +441,9 @@ def _check_file(path: str) -> None:
         if not os.path.isfile(path):
             raise _FileProblem(f"{path}: the file does not exist")
         if os.path.getsize(path) > _MOST_BYTES:
-            raise _FileProblem(f"{path}: larger than {_MOST_BYTES // 1000} kB, which no configuration is")
+            raise _FileProblem(
+                f"{path}: larger than {_MOST_BYTES // 1000} kB, which no configuration is"
+            )
         with open(path, encoding="utf-8") as file:
             text = file.read()
     except (OSError, UnicodeDecodeError) as error:
@@ -419,7 +471,11 @@ def _check_words(prog: str, words: Sequence[str]) -> None:
 
 
 def _check_keys(
-    prog: str, words: Sequence[str], files: Iterable[str], options: Iterable[str], kinds: Mapping[str, type[Any]]
+    prog: str,
+    words: Sequence[str],
+    files: Iterable[str],
+    options: Iterable[str],
+    kinds: Mapping[str, type[Any]],
 ) -> None:
     """Refuse keys that jsonargparse would ignore: unknown ones without a value, and classes for untyped arguments.
 
@@ -440,7 +496,11 @@ def _check_keys(
 def _given(words: Sequence[str]) -> list[tuple[str, str]]:
     """The options on the command line, and their values."""
     joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
-    separate = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
+    separate = [
+        (word, value)
+        for word, value in pairwise(words)
+        if word.startswith("--") and "=" not in word
+    ]
     return [(option, value) for option, value in [*joined, *separate] if option != "--config"]
 
 
@@ -495,7 +555,9 @@ def _complaint(
         if not name.startswith("--"):
             return f"{prog}: {_short(name)}: unexpected"
         return f"{prog}: {name}: unknown option{_meant(name, options)}"
-    if found := re.search(r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*?)\)", text):
+    if found := re.search(
+        r"argument subcommand: invalid choice: '([^']*)' \(choose from (.*?)\)", text
+    ):
         commands = re.findall(r"\w+", found[2])
         return f"{prog}: {_short(found[1])}: unknown command{_meant(found[1], commands)}"
     if found := re.search(r'expected "subcommand" to be one of \{(.*?)\}', text):
@@ -519,28 +581,49 @@ def _complaint(
     return f"{', '.join(files) or prog}: {_short(text, 300)}"
 
 
-def _inner(text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]) -> tuple[str | None, str]:
+def _inner(
+    text: str, chain: Sequence[str], kinds: Mapping[str, type[Any]]
+) -> tuple[str | None, str]:
     """The innermost key, and its problem."""
     classes = re.findall(r"Problem with given class_path '([^']+)'", text)
     kind = classes[-1] if classes else None
     if kind and (found := re.search(r"Option '([^']+)' is not accepted", text)):
-        return found[1], f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}"
+        return found[
+            1
+        ], f"{kind} does not take {found[1]!r}{_meant(found[1], _parameter_names(_imported(kind)))}"
     if kind and (found := re.search(r"following arguments are required: (.*)", text)):
         return None, f"{kind} needs {found[1]}"
     if found := re.search(r"Expected a dot import path string: (\S+)", text):
-        names = {one.__name__ for one in _subclasses(kinds.get(chain[0])) if not one.__name__.startswith("_")}
-        return None, f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}"
+        names = {
+            one.__name__
+            for one in _subclasses(kinds.get(chain[0]))
+            if not one.__name__.startswith("_")
+        }
+        return (
+            None,
+            f"no class is called {found[1]!r}{_meant(found[1], names, 'write package.module.Class')}",
+        )
     given = re.search(r"Given value: (.*?)\s*$", text, re.M)
     if found := re.search(r"Import path (?:\S+ )?does not correspond to a subclass of (\w+)", text):
-        return None, f"{_short(given[1]) if given else 'this class'} is not a subclass of {found[1]}"
-    if found := re.search(r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text):
+        return (
+            None,
+            f"{_short(given[1]) if given else 'this class'} is not a subclass of {found[1]}",
+        )
+    if found := re.search(
+        r"(?:No module named|module) '[^']+'(?: has no attribute '[^']+')?", text
+    ):
         return None, f"{kind or chain[0]} cannot be imported: {found[0]}"
     if len(chain) > 1 and (found := re.search(r"Expected (?:an? )?(.+?)\. Got value: (.*)", text)):
-        return chain[-1], f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}"
+        return chain[
+            -1
+        ], f"{chain[-1]}: expected {_kind(found[1])}, found {_shown(found[2], chain[-1])}"
     given = given or re.search(r"Got value: (.*?)\s*$", text, re.M)
     expected = [_kind(name) for name in re.findall(r"Expected (?:an? )?(<class '[^']+'>)", text)]
     if expected and given:
-        return None, f"expected {' or '.join(dict.fromkeys(expected))}, found {_shown(given[1], chain[-1])}"
+        return (
+            None,
+            f"expected {' or '.join(dict.fromkeys(expected))}, found {_shown(given[1], chain[-1])}",
+        )
     return None, _short(re.sub(r'Parser key "[^"]+":', "", text), 300)
 
 
@@ -550,7 +633,12 @@ def _kind(text: str) -> str:
 
 
 def _place(
-    key: str, prog: str, words: Sequence[str], files: Sequence[str], inner: str | None = None, anywhere: bool = False
+    key: str,
+    prog: str,
+    words: Sequence[str],
+    files: Sequence[str],
+    inner: str | None = None,
+    anywhere: bool = False,
 ) -> str:
     """The option, or the line of the file, that contains ``key``."""
     if any(word.partition("=")[0].removeprefix("--").rstrip("+").startswith(key) for word in words):
@@ -658,7 +746,10 @@ class _Keys:
             if path is not None and name.value in ("init_args", "dict_kwargs"):
                 self._check_arguments(value, key, path, kind if name.value == "init_args" else None)
                 continue
-            inner, line = f"{key}.{name.value}" if key else str(name.value), name.start_mark.line + 1
+            inner, line = (
+                f"{key}.{name.value}" if key else str(name.value),
+                name.start_mark.line + 1,
+            )
             inside = any(part in self._leaves for part in _prefixes(inner)[:-1])
             if _is_empty(value) and path is None and not inside and inner not in self._places:
                 near = did_you_mean(inner, self._places, otherwise="see --help")
@@ -678,7 +769,10 @@ class _Keys:
             self._below(value, key)
 
     def _check_class(self, kind: Any, name: str, value: Any, key: str, line: int) -> None:
-        if any(inner.value == "class_path" for inner, _ in _pairs(value)) and _annotation(kind, name) in _UNTYPED:
+        if (
+            any(inner.value == "class_path" for inner, _ in _pairs(value))
+            and _annotation(kind, name) in _UNTYPED
+        ):
             reason = f"{name!r} of {kind.__name__} has no type, so no class is made for it; annotate it with one"
             self._refuse(key, line, reason)
 
@@ -686,7 +780,15 @@ class _Keys:
         """An imported class by its path, or a known class by its bare name."""
         if "." in path:
             return _imported(path)
-        return next((one for kind in self._kinds.values() for one in _subclasses(kind) if one.__name__ == path), None)
+        return next(
+            (
+                one
+                for kind in self._kinds.values()
+                for one in _subclasses(kind)
+                if one.__name__ == path
+            ),
+            None,
+        )
 
 
 def _imported(path: str) -> Any:
@@ -700,7 +802,11 @@ def _is_empty(node: Any) -> bool:
 
 def _constructors(kind: Any) -> list[tuple[str, Mapping[str, inspect.Parameter]]]:
     """The module and the parameters of each constructor in a class's method resolution order."""
-    own = [base for base in getattr(kind, "__mro__", ()) if "__init__" in vars(base) and base is not object]
+    own = [
+        base
+        for base in getattr(kind, "__mro__", ())
+        if "__init__" in vars(base) and base is not object
+    ]
     return [(base.__module__, inspect.signature(base.__init__).parameters) for base in own]
 
 
@@ -712,7 +818,9 @@ def _annotation(kind: Any, name: str) -> Any:
 def _takes(kind: Any, name: str) -> bool:
     # torch's constructors take any keyword only to refuse it.
     found = [given for module, given in _constructors(kind) if not module.startswith("torch.")]
-    anything = not found or any(one.kind is inspect.Parameter.VAR_KEYWORD for one in found[-1].values())
+    anything = not found or any(
+        one.kind is inspect.Parameter.VAR_KEYWORD for one in found[-1].values()
+    )
     return anything or any(name in one for one in found)
 
 

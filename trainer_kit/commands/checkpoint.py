@@ -21,11 +21,15 @@ __all__ = ["checkpoint", "merge_command", "merge_command_parser", "merge_weights
 class _Place(FilePath):
     """A local path, or a URL; the command checks whether the URL exists."""
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         if not is_url(value):
             return super().convert(value, parameter, context)
         found = locate(value)
-        return found if isinstance(found, RemotePath) else super().convert(found, parameter, context)
+        return (
+            found if isinstance(found, RemotePath) else super().convert(found, parameter, context)
+        )
 
 
 _CHECKPOINT = _Place(exists=True, path_type=Path)
@@ -68,7 +72,16 @@ def _list(directory: Location) -> None:
         names = sorted(name for name, path in named.items() if path == record.path.name)
         size = in_units(size_of(record.path))
         step, epoch = (str(record.info.get(key, "-")) for key in ("step", "epoch"))
-        rows.append((record.path.name, step, epoch, size, f"{record.created:%Y-%m-%d %H:%M:%S}", ", ".join(names)))
+        rows.append(
+            (
+                record.path.name,
+                step,
+                epoch,
+                size,
+                f"{record.created:%Y-%m-%d %H:%M:%S}",
+                ", ".join(names),
+            )
+        )
     table(rows)
 
 
@@ -141,8 +154,15 @@ def _diff(a: Location, b: Location, exit_code: bool) -> None:
     type=click.Choice(["huggingface", "lightning", "safetensors", "torch"]),
     help="By default the suffix of TARGET decides; none is huggingface.",
 )
-@click.option("--lightning", "format", flag_value="lightning", help="A .ckpt file from which Lightning resumes.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout.")
+@click.option(
+    "--lightning",
+    "format",
+    flag_value="lightning",
+    help="A .ckpt file from which Lightning resumes.",
+)
+@click.option(
+    "--max-shard-size", default="5GB", show_default=True, help="Of a file in huggingface's layout."
+)
 def _export(source: Location, target: Path, format: str | None, max_shard_size: str) -> None:
     """Write the weights of SOURCE to TARGET: one file, or Hugging Face's layout."""
     from trainer_kit.checkpoint.weights import export
@@ -161,7 +181,11 @@ def _import(file: Path, target: str | None) -> None:
 
     path = import_lightning(file, target)
     info, resumes = read_info(path), "progress" in read_manifest(path)["parts"]
-    way = f'fit(ckpt_path="{path}")' if resumes else f'weights alone: fit(ckpt_path="{path}", load_weights_only=True)'
+    way = (
+        f'fit(ckpt_path="{path}")'
+        if resumes
+        else f'weights alone: fit(ckpt_path="{path}", load_weights_only=True)'
+    )
     click.echo(f"{path}: step {info['step']}, epoch {info['epoch']}; {way}")
     if info["left_out"]:
         click.echo(f"not taken over: the state of {', '.join(info['left_out'])}")
@@ -187,7 +211,12 @@ def _repair(directory: Location) -> None:
 @click.command("merge-weights")
 @click.argument("directory", type=FilePath(exists=True, path_type=Path))
 @click.argument("output", type=FilePath(path_type=Path))
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of a file, where OUTPUT is a directory.")
+@click.option(
+    "--max-shard-size",
+    default="5GB",
+    show_default=True,
+    help="Of a file, where OUTPUT is a directory.",
+)
 def merge_weights(directory: Path, output: Path, max_shard_size: str) -> None:
     """Write the weights of many files as one.
 
@@ -208,7 +237,11 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         >>> merge_command_parser().parse_args(["state/pytorch_model_fsdp_0", "out"]).unsafe_serialization
         False
     """
-    make = argparse.ArgumentParser if subparsers is None else partial(subparsers.add_parser, "merge-weights")
+    make = (
+        argparse.ArgumentParser
+        if subparsers is None
+        else partial(subparsers.add_parser, "merge-weights")
+    )
     parser: argparse.ArgumentParser = make(description=merge_command.__doc__)
     parser.add_argument("checkpoint_directory")
     parser.add_argument("output_path")
@@ -224,5 +257,8 @@ def merge_command(args: argparse.Namespace) -> None:
     from trainer_kit.accelerator.script_names import merge_fsdp_weights
 
     merge_fsdp_weights(
-        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+        args.checkpoint_directory,
+        args.output_path,
+        not args.unsafe_serialization,
+        args.remove_checkpoint_dir,
     )

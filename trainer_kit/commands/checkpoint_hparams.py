@@ -42,7 +42,10 @@ class CheckpointWords:
 
 
 def words_from_checkpoint(
-    words: Sequence[str], files: Iterable[Mapping[str, Any]], known: Collection[str], kinds: Sequence[type[Any]] | None
+    words: Sequence[str],
+    files: Iterable[Mapping[str, Any]],
+    known: Collection[str],
+    kinds: Sequence[type[Any]] | None,
 ) -> CheckpointWords:
     """The options that a command line takes from the hyperparameters in its ``--ckpt_path``.
 
@@ -53,8 +56,12 @@ def words_from_checkpoint(
         kinds: the classes among which ``--model`` chooses; None: the class is fixed.
     """
     settings = [*files, *({option.removeprefix("--"): value} for option, value in _options(words))]
-    path = next((entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")), None)
-    hparams = {} if not isinstance(path, str) or path in ("last", "best") else read_hyper_parameters(path)
+    path = next(
+        (entry["ckpt_path"] for entry in reversed(settings) if entry.get("ckpt_path")), None
+    )
+    hparams = (
+        {} if not isinstance(path, str) or path in ("last", "best") else read_hyper_parameters(path)
+    )
     explicit = {name for entry in settings for name in _model_arguments(entry)}
     accepted = _accepted(settings, known, kinds)
     taken, refused = {}, []
@@ -84,7 +91,9 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
     location = locate(path)
     try:
         if is_complete(location):
-            parts = [part for part in ("hyper_parameters",) if part in read_manifest(location)["parts"]]
+            parts = [
+                part for part in ("hyper_parameters",) if part in read_manifest(location)["parts"]
+            ]
             found = read_checkpoint(location, parts=parts).get("hyper_parameters", {})
         else:
             found = read_module(location)["hyper_parameters"]
@@ -95,7 +104,11 @@ def read_hyper_parameters(path: str) -> dict[str, Any]:
 
 def _options(words: Sequence[str]) -> list[tuple[str, Any]]:
     joined = [word.partition("=")[::2] for word in words if word.startswith("--") and "=" in word]
-    separate = [(word, value) for word, value in pairwise(words) if word.startswith("--") and "=" not in word]
+    separate = [
+        (word, value)
+        for word, value in pairwise(words)
+        if word.startswith("--") and "=" not in word
+    ]
     return [(option, _parsed(option, text)) for option, text in [*joined, *separate]]
 
 
@@ -126,7 +139,11 @@ def _accepted(
     """The arguments that the chosen class takes."""
     if kinds is None:
         prefix = f"--{_MODEL}."
-        return {option.removeprefix(prefix).partition(".")[0] for option in known if option.startswith(prefix)}
+        return {
+            option.removeprefix(prefix).partition(".")[0]
+            for option in known
+            if option.startswith(prefix)
+        }
     named = ""
     for entry in settings:
         value = entry.get(f"{_MODEL}.class_path", entry.get(_MODEL, named))

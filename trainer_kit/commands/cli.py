@@ -108,7 +108,13 @@ def cli(
         trainer.say(parsed.checkpoint_line)
     run = getattr(trainer, parsed.command)
     result = run(made["model"], datamodule=datamodule, **parsed.entry_point_arguments())
-    return CliRun(command=parsed.command, trainer=trainer, module=made["model"], datamodule=datamodule, result=result)
+    return CliRun(
+        command=parsed.command,
+        trainer=trainer,
+        module=made["model"],
+        datamodule=datamodule,
+        result=result,
+    )
 
 
 class SaveConfigCallback(Callback):
@@ -139,7 +145,9 @@ class SaveConfigCallback(Callback):
         save_to_log_dir: bool = True,
     ) -> None:
         if multifile:
-            raise ConfigurationError("the configuration is always saved as one file", fix="leave multifile out")
+            raise ConfigurationError(
+                "the configuration is always saved as one file", fix="leave multifile out"
+            )
         self.parser, self.config, self.config_filename = parser, config, config_filename
         self.overwrite, self.save_to_log_dir, self.already_saved = overwrite, save_to_log_dir, False
 
@@ -150,7 +158,9 @@ class SaveConfigCallback(Callback):
         if self.save_to_log_dir and writes and not trainer.fast_dev_run:
             import yaml
 
-            text = self.parser.dump(self.config, skip_unset=False)  # in the form that --config reads, for any command
+            text = self.parser.dump(
+                self.config, skip_unset=False
+            )  # in the form that --config reads, for any command
             plain = yaml.safe_load(text)
             if not plain.get("load_weights_only"):
                 plain.pop("load_weights_only", None)  # only fit has it
@@ -170,7 +180,9 @@ def _keep(first: Path, text: str, overwrite: bool) -> None:
         path.unlink(missing_ok=True)
     while True:
         try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            with open(
+                os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8"
+            ) as file:
                 file.write(text)
             return
         except FileExistsError:

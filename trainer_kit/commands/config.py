@@ -23,8 +23,15 @@ __path__: list[str] = []  # Accelerate has modules below this one: `commands.con
 __getattr__ = other_names(__name__)
 
 _LATER: Final = "(written; cannot be launched yet)"
-_PLACES: Final = (("LOCAL_MACHINE", "this machine, or several"), ("AMAZON_SAGEMAKER", f"Amazon SageMaker {_LATER}"))
-_SAGEMAKER: Final = (("ec2_instance_type", "ml.p3.2xlarge"), ("iam_role_name", None), ("region", "us-east-1"))
+_PLACES: Final = (
+    ("LOCAL_MACHINE", "this machine, or several"),
+    ("AMAZON_SAGEMAKER", f"Amazon SageMaker {_LATER}"),
+)
+_SAGEMAKER: Final = (
+    ("ec2_instance_type", "ml.p3.2xlarge"),
+    ("iam_role_name", None),
+    ("region", "us-east-1"),
+)
 _HOLDS: Final = (
     ("DDP", "every process holds all of it"),
     ("FSDP", "in shards, by FSDP"),
@@ -81,11 +88,17 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
     machines = ask("How many machines?", "1", positive)
     answers["num_machines"] = machines
     if machines > 1:
-        answers["machine_rank"] = ask("Which of them is this, from 0?", "0", TOP["machine_rank"].value)
+        answers["machine_rank"] = ask(
+            "Which of them is this, from 0?", "0", TOP["machine_rank"].value
+        )
         answers["main_process_ip"] = ask("Address of machine 0?", None, str)
         answers["main_process_port"] = ask("Port there?", "29500", TOP["main_process_port"].value)
     each = max(2, os.cpu_count() or 1) if kind == "MULTI_CPU" else max(count, 1)
-    found = f" ({count} of type {device} here)" if device is not None and kind.startswith("MULTI_") else ""
+    found = (
+        f" ({count} of type {device} here)"
+        if device is not None and kind.startswith("MULTI_")
+        else ""
+    )
     answers["num_processes"] = ask(
         f"How many processes, on all machines together?{found}", str(each * machines), positive
     )
@@ -95,7 +108,8 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
             section = f"{held.lower()}_config"
             answers["distributed_type"] = held
             answers[section] = {
-                name: _ask(SECTIONS[section][name], default) for name, default in _ENGINES[held].items()
+                name: _ask(SECTIONS[section][name], default)
+                for name, default in _ENGINES[held].items()
             }
         answers["gpu_ids"] = "all"
 
@@ -103,7 +117,9 @@ def _processes(answers: dict[str, Any], kind: str) -> None:
 def _answers() -> dict[str, Any]:
     """The wizard: its questions depend on the answers, its defaults on this machine."""
     device, count = _accelerator()
-    answers: dict[str, Any] = {"compute_environment": choose("Where will it run?", _PLACES, "LOCAL_MACHINE")}
+    answers: dict[str, Any] = {
+        "compute_environment": choose("Where will it run?", _PLACES, "LOCAL_MACHINE")
+    }
     if answers["compute_environment"] == "AMAZON_SAGEMAKER":
         answers.update({name: ask(f"{name}?", default, str) for name, default in _SAGEMAKER})
         answers["distributed_type"] = "NO"
@@ -123,11 +139,20 @@ def _answers() -> dict[str, Any]:
         else:
             _processes(answers, kind)
     words = [(word, word) for word in ("no", "bf16", "fp16", "fp8")]
-    answers["mixed_precision"] = choose("Mixed precision?", words, "no" if device is None else "bf16")
-    compiled = choose("Compile models with torch.compile?", [("NO", "no"), ("INDUCTOR", "yes, with inductor")], "NO")
+    answers["mixed_precision"] = choose(
+        "Mixed precision?", words, "no" if device is None else "bf16"
+    )
+    compiled = choose(
+        "Compile models with torch.compile?",
+        [("NO", "no"), ("INDUCTOR", "yes, with inductor")],
+        "NO",
+    )
     answers["dynamo_config"] = {"dynamo_backend": compiled} if compiled != "NO" else {}
     answers["debug"] = (
-        choose("Check what is exchanged between processes first?", [("no", "no"), ("yes", "yes")], "no") == "yes"
+        choose(
+            "Check what is exchanged between processes first?", [("no", "no"), ("yes", "yes")], "no"
+        )
+        == "yes"
     )
     return answers
 
@@ -138,12 +163,21 @@ def _write(path: Path, answers: Mapping[str, Any]) -> None:
 
     filled = {name: value for name, value in answers.items() if value not in (None, {})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(filled, indent=2) if path.suffix == ".json" else yaml.safe_dump(filled, sort_keys=True)
+    text = (
+        json.dumps(filled, indent=2)
+        if path.suffix == ".json"
+        else yaml.safe_dump(filled, sort_keys=True)
+    )
     replace_file(path, text.encode())
 
 
 @click.group("config", invoke_without_command=True)
-@click.option("--config_file", "--config-file", type=_FILE, help="Where to write; by default where `launch` looks.")
+@click.option(
+    "--config_file",
+    "--config-file",
+    type=_FILE,
+    help="Where to write; by default where `launch` looks.",
+)
 @click.pass_context
 def config(context: click.Context, config_file: Path | None) -> None:
     """Ask, and write a configuration for `launch`."""
@@ -159,15 +193,21 @@ def config(context: click.Context, config_file: Path | None) -> None:
         return
     _write(path, answers)
     click.echo(f"written: {path}")
-    click.echo(f"use it:  trainer-kit launch {'' if config_file is None else f'--config_file {path} '}train.py")
+    click.echo(
+        f"use it:  trainer-kit launch {'' if config_file is None else f'--config_file {path} '}train.py"
+    )
 
 
 @config.command("default")
-@click.option("--mixed_precision", "--mixed-precision", type=click.Choice(_PRECISIONS), default="no")
+@click.option(
+    "--mixed_precision", "--mixed-precision", type=click.Choice(_PRECISIONS), default="no"
+)
 @click.option("--config_file", "--config-file", type=_FILE, help="Where to write.")
 @click.option("--force", is_flag=True, help="Also over a file that is there.")
 @click.pass_context
-def _default(context: click.Context, mixed_precision: str, config_file: Path | None, force: bool) -> None:
+def _default(
+    context: click.Context, mixed_precision: str, config_file: Path | None, force: bool
+) -> None:
     """Write a configuration for this machine's devices, without questions."""
     from trainer_kit.launch.configuration import our_default
 
@@ -211,7 +251,9 @@ def write_basic_config(
 
     word = mixed_precision.lower()
     if word not in _PRECISIONS:
-        raise ConfigurationError("unknown precision", found=repr(mixed_precision), fix=did_you_mean(word, _PRECISIONS))
+        raise ConfigurationError(
+            "unknown precision", found=repr(mixed_precision), fix=did_you_mean(word, _PRECISIONS)
+        )
     path = our_default() if save_location is None else Path(save_location)
     if path.exists():
         click.echo(f"{path} is there and stays as it is")
@@ -221,11 +263,21 @@ def write_basic_config(
 
 
 @config.command("show")
-@click.option("--config_file", "--config-file", type=_FILE, help="Which; by default the one that `launch` uses.")
+@click.option(
+    "--config_file",
+    "--config-file",
+    type=_FILE,
+    help="Which; by default the one that `launch` uses.",
+)
 @click.pass_context
 def _show(context: click.Context, config_file: Path | None) -> None:
     """Show the configuration that `launch` uses."""
-    from trainer_kit.launch.configuration import accelerates_default, default_file, our_default, read_configuration
+    from trainer_kit.launch.configuration import (
+        accelerates_default,
+        default_file,
+        our_default,
+        read_configuration,
+    )
 
     path = config_file or context.obj or default_file()
     if path is None:

@@ -29,8 +29,15 @@ _TIMEOUT: Final = timedelta(seconds=120)
 
 
 @click.command("doctor")
-@click.option("--directory", type=FilePath(exists=True, file_okay=False, path_type=Path), default=".", help="Of runs.")
-@click.option("--devices", type=click.IntRange(1), help="Ranks to start; by default one for each accelerator.")
+@click.option(
+    "--directory",
+    type=FilePath(exists=True, file_okay=False, path_type=Path),
+    default=".",
+    help="Of runs.",
+)
+@click.option(
+    "--devices", type=click.IntRange(1), help="Ranks to start; by default one for each accelerator."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(directory: Path, devices: int | None, as_json: bool) -> None:
     """Check machines and ranks for problems of training.
@@ -65,9 +72,20 @@ def _here(directory: Path, devices: int | None) -> tuple[list[Finding], Survey |
     count = devices or available_devices()
     findings, made = list[Finding](), None
     try:
-        made = run_forked(partial(_measure, directory), count) if count > 1 else _measure_alone(directory)
+        made = (
+            run_forked(partial(_measure, directory), count)
+            if count > 1
+            else _measure_alone(directory)
+        )
     except Exception as error:
-        findings = [Finding("speeds", _line(error), "fix", "start with fewer ranks, or look at the traceback above")]
+        findings = [
+            Finding(
+                "speeds",
+                _line(error),
+                "fix",
+                "start with fewer ranks, or look at the traceback above",
+            )
+        ]
     return [*check_machine(directory), *findings, *(() if made is None else made.findings)], made
 
 
@@ -76,7 +94,12 @@ def _on_ranks(directory: Path) -> tuple[list[Finding], Survey | None]:
     try:
         made = _measure(directory, 0, machine=True)
     except Exception as error:
-        wrong = Finding("ranks", f"do not connect: {_line(error)}", "fix", "see the lines about network and ports")
+        wrong = Finding(
+            "ranks",
+            f"do not connect: {_line(error)}",
+            "fix",
+            "see the lines about network and ports",
+        )
         return [*check_machine(directory), wrong], None
     return list(made.findings), made
 
@@ -88,7 +111,11 @@ def _measure(directory: Path, rank: int, machine: bool = False) -> Survey:
     from trainer_kit.strategies.process_group import join_world
 
     here = Environment.detect()
-    device = pick_device(local_rank=here.local_rank) if _has_devices(here.local_world_size) else pick_device("cpu")
+    device = (
+        pick_device(local_rank=here.local_rank)
+        if _has_devices(here.local_world_size)
+        else pick_device("cpu")
+    )
     group = join_world(device, timeout=_TIMEOUT)
     beside = check_machine(directory) if machine and here.local_rank == 0 else []
     if here.rank > 0:  # what is OK on every machine is printed once
@@ -125,7 +152,9 @@ def _print(findings: list[Finding], made: Survey | None) -> None:
     hosts = set() if made is None else {rank.host for rank in made.ranks}
     width = max(len(each.about) for each in findings)
     for each in findings:
-        where = f" [{each.host}]" if len(hosts) > 1 and each.host and each.host not in each.text else ""
+        where = (
+            f" [{each.host}]" if len(hosts) > 1 and each.host and each.host not in each.text else ""
+        )
         click.echo(f"{each.level:8}{each.about:{width}}  {each.text}{where}")
         if each.fix and each.level != "OK":
             click.echo(f"{'':8}{'':{width}}  → {each.fix}")

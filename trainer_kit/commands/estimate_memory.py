@@ -36,12 +36,28 @@ class _SeveralDtypes(click.Command):
 
 @click.command("estimate-memory", cls=_SeveralDtypes)
 @click.argument("model")
-@click.option("--args", default="{}", help="The constructor's arguments, as JSON or YAML: '{width: 512}'.")
-@click.option("--dtypes", multiple=True, help="float32, bfloat16, float16, float8, int8, int4; by default all.")
-@click.option("--library_name", type=click.Choice(["transformers", "timm"]), help="MODEL is a class of this library.")
-@click.option("--trust_remote_code", is_flag=True, help="Run Python files in the directory of a config.json.")
+@click.option(
+    "--args", default="{}", help="The constructor's arguments, as JSON or YAML: '{width: 512}'."
+)
+@click.option(
+    "--dtypes",
+    multiple=True,
+    help="float32, bfloat16, float16, float8, int8, int4; by default all.",
+)
+@click.option(
+    "--library_name",
+    type=click.Choice(["transformers", "timm"]),
+    help="MODEL is a class of this library.",
+)
+@click.option(
+    "--trust_remote_code", is_flag=True, help="Run Python files in the directory of a config.json."
+)
 def estimate_memory(
-    model: str, args: str, dtypes: tuple[str, ...], library_name: str | None, trust_remote_code: bool
+    model: str,
+    args: str,
+    dtypes: tuple[str, ...],
+    library_name: str | None,
+    trust_remote_code: bool,
 ) -> None:
     """Print the memory that MODEL needs, by dtype.
 
@@ -59,9 +75,13 @@ def estimate_memory(
         rows.append((each.dtype, *("-" if size is None else in_units(size) for size in sizes)))  # type: ignore[arg-type]
     largest = max(shapes.layers, key=lambda name: shapes.layers[name], default="")
     home = repr(largest) if largest else "the model itself"
-    click.echo(f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {home}")
+    click.echo(
+        f"{model}: {shapes.parameters:,} numbers, {shapes.trainable:,} trained; the largest layer is {home}"
+    )
     table(rows)
-    click.echo("On each device, without activations. 16-mixed and bf16-mixed keep all three in float32.")
+    click.echo(
+        "On each device, without activations. 16-mixed and bf16-mixed keep all three in float32."
+    )
 
 
 def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool) -> Any:
@@ -77,7 +97,9 @@ def _shapes(model: str, args: str, library: str | None, trust_remote_code: bool)
         if library is not None and "/" not in model:
             return _from_library(library, model, _mapping(args))
         raise ConfigurationError(
-            "this is not a model" if "/" not in model else "this path does not exist, and models are not downloaded",
+            "this is not a model"
+            if "/" not in model
+            else "this path does not exist, and models are not downloaded",
             found=model,
             fix="give package.module:Class, or the path of weights or of a config.json (hf download NAME config.json)",
         )
@@ -91,9 +113,13 @@ def _mapping(text: str) -> dict[str, Any]:
         guarded_events(text)
         found = yaml.safe_load(text)
     except (YamlProblem, yaml.YAMLError, ValueError) as error:
-        raise ConfigurationError(f"--args cannot be read: {error}", found=text, fix='write "{width: 512}"') from error
+        raise ConfigurationError(
+            f"--args cannot be read: {error}", found=text, fix='write "{width: 512}"'
+        ) from error
     if not isinstance(found, dict):
-        raise ConfigurationError("--args must map names to values", found=text, fix='write "{width: 512}"')
+        raise ConfigurationError(
+            "--args must map names to values", found=text, fix='write "{width: 512}"'
+        )
     return found
 
 
@@ -157,7 +183,9 @@ def _from_library(library: str, name: str, arguments: dict[str, Any]) -> Any:
     made_by = getattr(home, name, None)
     configuration = getattr(made_by, "config_class", None)
     if made_by is None or configuration is None:
-        raise ConfigurationError(f"transformers has no model class {name!r}", fix=did_you_mean(name, dir(home)))
+        raise ConfigurationError(
+            f"transformers has no model class {name!r}", fix=did_you_mean(name, dir(home))
+        )
     return _built(name, lambda: made_by(configuration(**arguments)))
 
 
@@ -195,6 +223,8 @@ def _from_config(path: Path, trust_remote_code: bool) -> Any:
             found=str(error).splitlines()[0],
             fix="add --trust_remote_code if the directory has Python files and you have read them",
         ) from error
-    heads = [name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModelFor")]
+    heads = [
+        name for name in getattr(config, "auto_map", None) or {} if name.startswith("AutoModelFor")
+    ]
     maker = getattr(transformers, heads[0] if heads else "AutoModel")
     return _built(path.name, lambda: maker.from_config(config, trust_remote_code=trust_remote_code))

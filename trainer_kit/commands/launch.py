@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["explain", "launch"]
 
-__path__: list[str] = []  # makes this a package, so that importing a missing submodule of Accelerate shows our error
+__path__: list[
+    str
+] = []  # makes this a package, so that importing a missing submodule of Accelerate shows our error
 __getattr__ = other_names(__name__)
 
 _CONTEXT: Final = {
@@ -48,7 +50,9 @@ class _Value(_AnyType):
         self.option = option
         self.name = "integer" if option.whole else "text"
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         try:
             return self.option.value(str(value))
         except ValueError as error:
@@ -71,10 +75,16 @@ def _launch_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help=option.help,
             hidden=not option.help,
         )(command)
-    command = click.option("--no_python", is_flag=True, help="SCRIPT is a program of any language.")(command)
-    command = click.option("-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m.")(command)
+    command = click.option(
+        "--no_python", is_flag=True, help="SCRIPT is a program of any language."
+    )(command)
+    command = click.option(
+        "-m", "--module", is_flag=True, help="SCRIPT is a module's name, as for python -m."
+    )(command)
     file = FilePath(path_type=Path)
-    return click.option("--config_file", type=file, help="YAML or JSON; by default the file of `config`.")(command)
+    return click.option(
+        "--config_file", type=file, help="YAML or JSON; by default the file of `config`."
+    )(command)
 
 
 def _warn_ignored(found: Plan, options: Resolved) -> Iterator[str]:
@@ -94,7 +104,10 @@ def _flags(given: Mapping[str, Any]) -> dict[str, Chosen]:
 def _masked(name: str, chosen: Chosen) -> Chosen:
     value = mask_secrets(chosen.value, name)
     if name == "tpu_env" and isinstance(value, list):
-        value = [f"{key}={mask_secrets(text, key)}" for key, _, text in (pair.partition("=") for pair in value)]
+        value = [
+            f"{key}={mask_secrets(text, key)}"
+            for key, _, text in (pair.partition("=") for pair in value)
+        ]
     return Chosen(value, chosen.origin)
 
 
@@ -103,7 +116,8 @@ def _words(script: str, arguments: tuple[str, ...], module: bool, no_python: boo
         found = shutil.which(script)
         if module or found is None:
             raise ConfigurationError(
-                "--no_python runs a program", found=f"--module {script}" if module else f"no program {script}"
+                "--no_python runs a program",
+                found=f"--module {script}" if module else f"no program {script}",
             )
         return ["--exec", found, *arguments]
     if module:
@@ -160,7 +174,9 @@ def launch(
             click.echo(f"trainer-kit: {line}", err=True)
         if found.machines.count > 1 and found.machines.rank == 0 and not run_token():
             where = f"any host that reaches {found.machines.address} can send commands to this run"
-            click.echo(f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines", err=True)
+            click.echo(
+                f"trainer-kit: {where}; set {RUN_TOKEN} to one value on all machines", err=True
+            )
     _run([*found.through, *words], found, options)
 
 
@@ -185,7 +201,9 @@ def _run(words: list[str], found: Plan, options: Resolved) -> NoReturn:
 
     log_dir = options["log_dir"]
     output = Output(
-        tee=options["tee"], log_dir=None if log_dir is None else Path(log_dir), role=options["role"] or Output.role
+        tee=options["tee"],
+        log_dir=None if log_dir is None else Path(log_dir),
+        role=options["role"] or Output.role,
     )
     run_ranks(
         words,
@@ -222,12 +240,18 @@ def explain(
 
     options = resolve(_flags(given), config_file)
     click.echo(f"configuration file: {'none' if options.file is None else options.file.path}")
-    for line in describe_origins((name, _masked(name, chosen)) for name, chosen in options.chosen.items()):
+    for line in describe_origins(
+        (name, _masked(name, chosen)) for name, chosen in options.chosen.items()
+    ):
         click.echo(line)
     _print_sagemaker(options, script, arguments)
     here = Environment.detect()
     found = plan(options, here)
-    by = f"as rank {here.rank} of {here.world_size} ({here.source})" if found.in_place else "by an agent"
+    by = (
+        f"as rank {here.rank} of {here.world_size} ({here.source})"
+        if found.in_place
+        else "by an agent"
+    )
     alone = found.processes == found.machines.count == 1
     click.echo(f"\nprocesses here: {found.processes}{'' if alone else f', {by}'}")
     click.echo(f"machines: {found.machines.count}, this is {found.machines.rank}")

@@ -11,7 +11,14 @@ import jsonargparse
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from trainer_kit.commands.arguments import Arguments, Extension, Parsed, add_schedule_arguments, class_of, use_optimizer
+from trainer_kit.commands.arguments import (
+    Arguments,
+    Extension,
+    Parsed,
+    add_schedule_arguments,
+    class_of,
+    use_optimizer,
+)
 from trainer_kit.commands.cli import SaveConfigCallback
 from trainer_kit.core.datamodule import DataModule
 from trainer_kit.core.errors import ConfigurationError
@@ -42,7 +49,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         return cast(str, super().dump(cfg, *args, **more))
 
     def add_lightning_class_args(
-        self, lightning_class: Any, nested_key: str, subclass_mode: bool = False, required: bool = True
+        self,
+        lightning_class: Any,
+        nested_key: str,
+        subclass_mode: bool = False,
+        required: bool = True,
     ) -> list[str]:
         """Add the arguments of a callback, a module or a datamodule; the Trainer receives the callback.
 
@@ -56,12 +67,19 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         if issubclass(lightning_class, Callback):
             self.callback_keys.append(nested_key)
         if subclass_mode:
-            added = self.add_subclass_arguments(lightning_class, nested_key, fail_untyped=False, required=required)
+            added = self.add_subclass_arguments(
+                lightning_class, nested_key, fail_untyped=False, required=required
+            )
             return cast(list[str], added)
-        return cast(list[str], self.add_class_arguments(lightning_class, nested_key, fail_untyped=False))
+        return cast(
+            list[str], self.add_class_arguments(lightning_class, nested_key, fail_untyped=False)
+        )
 
     def add_optimizer_args(
-        self, optimizer_class: Any = (Optimizer,), nested_key: str = "optimizer", link_to: str = "AUTOMATIC"
+        self,
+        optimizer_class: Any = (Optimizer,),
+        nested_key: str = "optimizer",
+        link_to: str = "AUTOMATIC",
     ) -> None:
         """Add the arguments of an optimizer; with a tuple, the user chooses one of its classes.
 
@@ -103,7 +121,11 @@ class LightningArgumentParser(jsonargparse.ArgumentParser):
         Raises:
             ConfigurationError: there are several.
         """
-        found = {key: kind for key, (kind, link_to) in self.chosen[role].items() if link_to == "AUTOMATIC"}
+        found = {
+            key: kind
+            for key, (kind, link_to) in self.chosen[role].items()
+            if link_to == "AUTOMATIC"
+        }
         if len(found) > 1:
             raise ConfigurationError(
                 f"{role.__name__} is set by several options",
@@ -138,7 +160,9 @@ def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:
         0.5
     """
     kind = class_of(init["class_path"])
-    return kind(*(args if isinstance(args, tuple) else (args,)), **dict(init.get("init_args") or {}))
+    return kind(
+        *(args if isinstance(args, tuple) else (args,)), **dict(init.get("init_args") or {})
+    )
 
 
 class LightningCLI:
@@ -183,7 +207,11 @@ class LightningCLI:
         "subcommands": "use run=False and call the method of made.trainer",
         **dict.fromkeys(("init_parser", "setup_parser"), "pass parser_kwargs= or parser_class="),
         **dict.fromkeys(
-            ("add_default_arguments_to_parser", "add_core_arguments_to_parser", "link_optimizers_and_lr_schedulers"),
+            (
+                "add_default_arguments_to_parser",
+                "add_core_arguments_to_parser",
+                "link_optimizers_and_lr_schedulers",
+            ),
             "override add_arguments_to_parser",
         ),
         "parse_arguments": "pass args=",
@@ -212,7 +240,10 @@ class LightningCLI:
         load_from_checkpoint_support: bool = True,
     ) -> None:
         check_overrides(type(self), object)
-        self.save_config_callback, self.save_config_kwargs = save_config_callback, dict(save_config_kwargs or {})
+        self.save_config_callback, self.save_config_kwargs = (
+            save_config_callback,
+            dict(save_config_kwargs or {}),
+        )
         self.trainer_class, self.trainer_defaults = trainer_class, dict(trainer_defaults or {})
         self.auto_configure_optimizers = auto_configure_optimizers
         plain = {name: value for name, value in self.trainer_defaults.items() if _is_plain(value)}
@@ -234,8 +265,12 @@ class LightningCLI:
                 parser_options=parser_kwargs or {},
             ),
         )
-        words: Sequence[str] | None = sys.argv[1:] if args is None else args if isinstance(args, list) else None
-        self._parsed: Parsed = arguments.parse_values(args) if words is None else arguments.parse(words)
+        words: Sequence[str] | None = (
+            sys.argv[1:] if args is None else args if isinstance(args, list) else None
+        )
+        self._parsed: Parsed = (
+            arguments.parse_values(args) if words is None else arguments.parse(words)
+        )
         self.subcommand = self._parsed.command or None
         self.parser = arguments.parser
         self.config = self._with_command(self._parsed.values)
@@ -276,7 +311,9 @@ class LightningCLI:
             lr_scheduler_monitor=values.lr_scheduler_monitor,
         )
         own = type(self).configure_optimizers is not LightningCLI.configure_optimizers
-        use_optimizer(self.model, chosen, self.trainer.print, self.configure_optimizers if own else None)
+        use_optimizer(
+            self.model, chosen, self.trainer.print, self.configure_optimizers if own else None
+        )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer.
@@ -284,23 +321,34 @@ class LightningCLI:
         Args:
             kwargs: arguments that override all others.
         """
-        made = self._parsed.instantiate() if self.config_init is None else self._get(self.config_init)
+        made = (
+            self._parsed.instantiate() if self.config_init is None else self._get(self.config_init)
+        )
         given = {**made["trainer"].as_dict(), **self._fixed(made["trainer"]), **kwargs}
         parser = cast(LightningArgumentParser, self._parsed.parser)
-        callbacks = [*_several(given.get("callbacks")), *(made[key] for key in parser.callback_keys)]
+        callbacks = [
+            *_several(given.get("callbacks")),
+            *(made[key] for key in parser.callback_keys),
+        ]
         callbacks += _several(self.trainer_defaults.get("callbacks"))
         if self.save_config_callback is not None:
-            callbacks.append(self.save_config_callback(parser, self._parsed.values, **self.save_config_kwargs))
+            callbacks.append(
+                self.save_config_callback(parser, self._parsed.values, **self.save_config_kwargs)
+            )
         return cast(Trainer, self.trainer_class(**{**given, "callbacks": callbacks}))
 
     @staticmethod
-    def configure_optimizers(lightning_module: Any, optimizer: Any, lr_scheduler: Any = None) -> Any:
+    def configure_optimizers(
+        lightning_module: Any, optimizer: Any, lr_scheduler: Any = None
+    ) -> Any:
         """What the module's ``configure_optimizers`` returns for the chosen options; override it to change that."""
         return optimizer if lr_scheduler is None else ([optimizer], [lr_scheduler])
 
     def _fixed(self, values: Any) -> dict[str, Any]:
         """The Trainer defaults that are objects, which no option can hold, except those that the options override."""
-        objects = {k: v for k, v in self.trainer_defaults.items() if not _is_plain(v) and k != "callbacks"}
+        objects = {
+            k: v for k, v in self.trainer_defaults.items() if not _is_plain(v) and k != "callbacks"
+        }
         default = self._parsed.parser.get_default
         return {k: v for k, v in objects.items() if values.get(k) == default(f"trainer.{k}")}
 

@@ -24,7 +24,11 @@ __all__ = ["migrate"]
 
 @click.command("migrate")
 @click.argument("path", type=FilePath(exists=True, path_type=Path))
-@click.option("--check", is_flag=True, help="Print no diff; leave with 1 where something is to be rewritten or found.")
+@click.option(
+    "--check",
+    is_flag=True,
+    help="Print no diff; leave with 1 where something is to be rewritten or found.",
+)
 @click.option("--write", is_flag=True, help="Write the files instead of printing the diff.")
 def migrate(path: Path, check: bool, write: bool) -> None:
     """Move the Lightning or Accelerate code at PATH to trainer_kit, and report what will not move.
@@ -35,7 +39,8 @@ def migrate(path: Path, check: bool, write: bool) -> None:
     """
     if importlib.util.find_spec("libcst") is None:
         raise ConfigurationError(
-            "imports are rewritten with libcst, which is not installed", fix="pip install 'trainer-kit[migrate]'"
+            "imports are rewritten with libcst, which is not installed",
+            fix="pip install 'trainer-kit[migrate]'",
         )
     from trainer_kit.commands.migrate_files import read_project, rewrite_files
 
@@ -48,14 +53,18 @@ def migrate(path: Path, check: bool, write: bool) -> None:
             replace_file(file.resolve(), new, file.stat().st_mode & 0o7777)
         elif not check:
             _print_diff(file, files.contents[file], new)
-    findings = sorted(set(findings), key=lambda finding: (finding.path, finding.line, finding.problem))
+    findings = sorted(
+        set(findings), key=lambda finding: (finding.path, finding.line, finding.problem)
+    )
     _print_findings(findings)
     _print_summary(len(files.contents), len(changed), write, files.project, findings)
     sys.exit(1 if check and (changed or findings) else 0)
 
 
 def _print_diff(file: Path, old: bytes, new: bytes) -> None:
-    before, after = (text.decode("utf-8", "replace").splitlines(keepends=True) for text in (old, new))
+    before, after = (
+        text.decode("utf-8", "replace").splitlines(keepends=True) for text in (old, new)
+    )
     for line in difflib.unified_diff(before, after, f"a/{file}", f"b/{file}"):
         click.echo(line, nl=not line.endswith("\n"))
 
@@ -69,13 +78,16 @@ def _print_findings(findings: list[Finding]) -> None:
         last = finding.path, finding.fix
 
 
-def _print_summary(read: int, changed: int, write: bool, project: Project, findings: list[Finding]) -> None:
+def _print_summary(
+    read: int, changed: int, write: bool, project: Project, findings: list[Finding]
+) -> None:
     kinds = Counter(finding.kind for finding in findings)
     counts = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
     click.echo(
         f"{read} {'file' if read == 1 else 'files'} read, {changed} {'rewritten' if write else 'to rewrite'}; "
         f"{project.resolved} of {project.names} imported names exist here; "
-        f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}" + (f": {counts}" if counts else "")
+        f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}"
+        + (f": {counts}" if counts else "")
     )
     if changed and not write:
         click.echo("write the files: --write")

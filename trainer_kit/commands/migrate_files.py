@@ -155,7 +155,11 @@ def _rewritten(sources: Mapping[Path, bytes]) -> Iterator[tuple[Path, bytes | Fi
     """Yield the new source of each file, or why it could not be read; in processes if there is much to do."""
     processes = min(os.cpu_count() or 1, 8)
     if processes == 1 or sum(map(len, sources.values())) < _MANY_BYTES:
-        yield from zip(sources, _progress(map(_rewrite, sources.items()), "rewriting", len(sources)), strict=True)
+        yield from zip(
+            sources,
+            _progress(map(_rewrite, sources.items()), "rewriting", len(sources)),
+            strict=True,
+        )
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         outcomes = pool.map(_rewrite, sources.items(), chunksize=8)
@@ -203,13 +207,19 @@ def _files(path: Path) -> Iterator[Path]:
     """The files at a path that are read, in order; nothing in hidden directories, and no link to a directory."""
     if path.is_file():
         if not _is_read(path):
-            raise ConfigurationError("this file is neither Python, YAML nor a notebook", found=str(path))
+            raise ConfigurationError(
+                "this file is neither Python, YAML nor a notebook", found=str(path)
+            )
         yield path
         return
     for directory, directories, names in os.walk(path):
-        directories[:] = sorted(name for name in directories if not name.startswith(".") and name not in _SKIPPED)
+        directories[:] = sorted(
+            name for name in directories if not name.startswith(".") and name not in _SKIPPED
+        )
         files = (Path(directory, name) for name in sorted(names))
-        yield from (file for file in files if (file.suffix and _is_read(file)) or is_setup_file(file))
+        yield from (
+            file for file in files if (file.suffix and _is_read(file)) or is_setup_file(file)
+        )
 
 
 def _is_python(file: Path) -> bool:

@@ -132,7 +132,11 @@ def look_up(name: str) -> Any:
     first, *rest = name.split(".")
     found: Any = _module(first)
     for part in rest:
-        found = imported(found.__name__, part) if isinstance(found, ModuleType) else getattr(found, part)
+        found = (
+            imported(found.__name__, part)
+            if isinstance(found, ModuleType)
+            else getattr(found, part)
+        )
     return found
 
 
@@ -149,7 +153,9 @@ def reason(error: BaseException) -> tuple[str, str | None]:
     text = str(error)
     if found := re.search(r"^(.*?)\n\s*(?:found:.*\n\s*)?fix: +(.*)$", text, re.DOTALL):
         return found[1], found[2]
-    if found := re.fullmatch(r"(?:type object )?'(\w+)'(?: object)? has no attribute '(\w+)'.*", text):
+    if found := re.fullmatch(
+        r"(?:type object )?'(\w+)'(?: object)? has no attribute '(\w+)'.*", text
+    ):
         return f"{found[1]} has no {found[2]!r}", None
     problem, colon, fix = text.partition(": ")
     return problem, fix if colon else None
@@ -183,7 +189,9 @@ def visible_names(scope: ast.AST, outside: Mapping[str, str]) -> tuple[dict[str,
     """
     nodes = list(_own_nodes(scope))
     here, others = _of_packages(nodes)
-    given = {name for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names}
+    given = {
+        name for one in nodes if isinstance(one, (ast.Global, ast.Nonlocal)) for name in one.names
+    }
     hidden = {name for one in nodes for name in _binds(one)} - given
     visible = {name: full for name, full in outside.items() if name not in hidden | others}
     return visible | here, hidden | others | here.keys()
@@ -195,7 +203,9 @@ def _of_packages(nodes: Iterable[ast.AST]) -> tuple[dict[str, str], set[str]]:
     for node in nodes:
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
             continue
-        package = "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else None
+        package = (
+            "." * node.level + (node.module or "") if isinstance(node, ast.ImportFrom) else None
+        )
         for alias in node.names:
             root = alias.name.partition(".")[0]
             name, full = alias.asname or root, alias.name if alias.asname else root
@@ -230,5 +240,9 @@ def _binds(node: ast.AST) -> Iterator[str]:
             yield name
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             yield name
-        case ast.ExceptHandler(name=str(name)) | ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+        case (
+            ast.ExceptHandler(name=str(name))
+            | ast.MatchAs(name=str(name))
+            | ast.MatchStar(name=str(name))
+        ):
             yield name

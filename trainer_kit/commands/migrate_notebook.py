@@ -13,7 +13,9 @@ __all__ = ["Notebook"]
 
 _CELL: Final = "#%% cell "
 _MAGIC: Final = "pass  #%% magic "
-_MAGIC_LINE: Final = re.compile(r"(?P<indent>\s*)(?P<text>[%!?].*|[^#'\"]*\?{1,2}\s*|[\w, ]+=\s*[%!].*)")
+_MAGIC_LINE: Final = re.compile(
+    r"(?P<indent>\s*)(?P<text>[%!?].*|[^#'\"]*\?{1,2}\s*|[\w, ]+=\s*[%!].*)"
+)
 """A line of IPython: ``%matplotlib inline``, ``!pip install x``, ``object?``, ``files = !ls``."""
 _HIDDEN: Final = re.compile(rf"(?P<indent>\s*){re.escape(_MAGIC)}(?P<text>.*)")
 _PYTHON_MAGICS: Final = ("%%capture", "%%time", "%%timeit", "%%prun")
@@ -55,7 +57,9 @@ class Notebook:
             self._document: Any = json.loads(text)
             cells: list[dict[str, Any]] = self._document["cells"]
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError("this is not a notebook of format 4", found=str(error)) from error
+            raise ConfigurationError(
+                "this is not a notebook of format 4", found=str(error)
+            ) from error
         indent = re.search(r"\n( +)\"", text)
         self._indent = len(indent[1]) if indent else None
         self._final_newline = "\n" if text.endswith("\n") else ""

@@ -50,7 +50,9 @@ class _Shown(str):
         return str(self)
 
 
-def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterator[tuple[str, Answer]]:
+def wrong_arguments(
+    callee: Any, given: Mapping[str, tuple[Any, str]]
+) -> Iterator[tuple[str, Answer]]:
     """Yield the keyword arguments that a class or function of this library refuses, by name, with the reason.
 
     Args:
@@ -61,13 +63,17 @@ def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterat
         known = inspect.signature(callee).parameters
     except (TypeError, ValueError):  # a builtin
         return
-    takes_all = [name for name, parameter in known.items() if parameter.kind is parameter.VAR_KEYWORD]
+    takes_all = [
+        name for name, parameter in known.items() if parameter.kind is parameter.VAR_KEYWORD
+    ]
     if takes_all not in ([], ["unknown"]):  # what arrives in `unknown` is refused
         return
     for name, (value, source) in given.items():
         try:
             if name not in known:
-                _refuse_argument(callee, name, source, [each for each in known if each != "unknown"])
+                _refuse_argument(
+                    callee, name, source, [each for each in known if each != "unknown"]
+                )
             elif callee is Trainer and isinstance(value, (str, int)):
                 _check_word(name, value)
         except TrainerKitError as error:
@@ -78,7 +84,9 @@ def wrong_arguments(callee: Any, given: Mapping[str, tuple[Any, str]]) -> Iterat
 def _refuse_argument(callee: Any, name: str, source: str, known: Sequence[str]) -> None:
     if isinstance(callee, type):
         former = FORMER_ARGUMENTS if callee is Trainer else {}
-        constructor = next(vars(one)["__init__"] for one in callee.__mro__ if "__init__" in vars(one))
+        constructor = next(
+            vars(one)["__init__"] for one in callee.__mro__ if "__init__" in vars(one)
+        )
         known_arguments(former)(constructor)(**{name: _Shown(source)})
     fix = did_you_mean(name, known, otherwise="leave it out")
     raise TrainerKitError(f"{callee.__name__} has no argument {name!r}", fix=fix)
@@ -92,7 +100,9 @@ def _check_word(name: str, value: Any) -> None:
         make_precision(value)
 
 
-def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) -> Iterator[tuple[ast.stmt, Answer]]:
+def wrong_members(
+    name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]
+) -> Iterator[tuple[ast.stmt, Answer]]:
     """Yield the members that the library refuses, trying each alone on a class without user code.
 
     Args:
@@ -120,14 +130,22 @@ def wrong_members(name: str, bases: tuple[type, ...], body: Sequence[ast.stmt]) 
 def _refused_member(owner: str, bases: tuple[type, ...], name: str, value: Any) -> Answer | None:
     """Why the library refuses one member of a class, when the class is created or when an object of it is used."""
     try:
-        made = types.new_class(owner, bases, {}, lambda space: space.update({"__module__": "migrated", name: value}))
-        if specifications := [one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)]:
+        made = types.new_class(
+            owner, bases, {}, lambda space: space.update({"__module__": "migrated", name: value})
+        )
+        if specifications := [
+            one for one in (Callback, ModuleHooks, DataHooks) if issubclass(made, one)
+        ]:
             check_hooks(made, *specifications)
         for root in (Callback, Strategy, DirectoryLogger):
             check_overrides(made, root)
     except TrainerKitError as error:
         return Answer("hook", *reason(error))
-    return _uncallable(owner, name, value) if inspect.isfunction(value) and issubclass(made, TrainModule) else None
+    return (
+        _uncallable(owner, name, value)
+        if inspect.isfunction(value) and issubclass(made, TrainModule)
+        else None
+    )
 
 
 def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
@@ -138,12 +156,20 @@ def _stub(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Any:
     ):
         return None
     parameters = copy.deepcopy(function.args)
-    for one in [*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, parameters.vararg, parameters.kwarg]:
+    for one in [
+        *parameters.posonlyargs,
+        *parameters.args,
+        *parameters.kwonlyargs,
+        parameters.vararg,
+        parameters.kwarg,
+    ]:
         if one is not None:
             one.annotation = None
     parameters.defaults = [ast.Constant(None) for _ in parameters.defaults]
     parameters.kw_defaults = [one and ast.Constant(None) for one in parameters.kw_defaults]
-    made = ast.FunctionDef(function.name, parameters, [ast.Pass()], [], None, lineno=1, col_offset=0)
+    made = ast.FunctionDef(
+        function.name, parameters, [ast.Pass()], [], None, lineno=1, col_offset=0
+    )
     space: dict[str, Any] = {"__name__": "migrated"}
     exec(compile(ast.fix_missing_locations(ast.Module([made], [])), "<stub>", "exec"), space)
     return space[function.name]
@@ -155,7 +181,11 @@ def _uncallable(owner: str, name: str, method: Any) -> Answer | None:
     if name in _STEPS:
         counts = range(2, _STEPS[name] + 2)
     elif inspect.isfunction(original) and not name.startswith("__"):
-        positional = [p for p in inspect.signature(original).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        positional = [
+            p
+            for p in inspect.signature(original).parameters.values()
+            if p.kind is p.POSITIONAL_OR_KEYWORD
+        ]
         counts = range(1, len(positional) + 1)
     else:
         return None
@@ -182,7 +212,9 @@ def example_of(kind: type) -> Any:
     return Accelerator(cpu=True)
 
 
-def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple[Any, Answer | None]:
+def follow(
+    value: Any, attributes: Sequence[str], stored: bool = False
+) -> tuple[Any, Answer | None]:
     """Follow a chain of attributes within this library; return the value, or why an attribute is refused.
 
     Args:
@@ -195,9 +227,16 @@ def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple
         if name.startswith("_") and not name.startswith("__"):
             public = name.lstrip("_")
             fix = f"use {public}" if public in dir(value) else None
-            return None, Answer("private", f"{owner}.{name} is private: here it is absent or another thing", fix)
+            return None, Answer(
+                "private", f"{owner}.{name} is private: here it is absent or another thing", fix
+            )
         own = getattr(type(value), name, None) if not isinstance(value, type) else None
-        if stored and position == len(attributes) and isinstance(own, property) and own.fset is None:
+        if (
+            stored
+            and position == len(attributes)
+            and isinstance(own, property)
+            and own.fset is None
+        ):
             return None, Answer("attribute", f"{owner}.{name} cannot be set")
         try:
             value = getattr(value, name)
@@ -205,7 +244,9 @@ def follow(value: Any, attributes: Sequence[str], stored: bool = False) -> tuple
             if stored and position == len(attributes) and name not in dir(type(value)):
                 return None, None  # a user-defined attribute
             problem, fix = reason(error)
-            return None, Answer("attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None)
+            return None, Answer(
+                "attribute", problem, fix or did_you_mean(name, dir(value), otherwise="") or None
+            )
         except Exception:  # the attribute exists only during a run
             return None, None
         if not type(value).__module__.startswith("trainer_kit") and position < len(attributes):

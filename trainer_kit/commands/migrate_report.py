@@ -27,7 +27,14 @@ from trainer_kit.commands.migrate_names import (
     renamed,
     visible_names,
 )
-from trainer_kit.commands.migrate_refusals import FACES, Answer, example_of, follow, wrong_arguments, wrong_members
+from trainer_kit.commands.migrate_refusals import (
+    FACES,
+    Answer,
+    example_of,
+    follow,
+    wrong_arguments,
+    wrong_members,
+)
 from trainer_kit.commands.migrate_yaml import Configured, configured
 from trainer_kit.compat.lightning import FORMER_ARGUMENTS
 from trainer_kit.compat.options import GradientAccumulationPlugin
@@ -40,7 +47,9 @@ __all__ = ["Project"]
 
 _FILE: Final = re.compile(r"\S*( \S*)?\.ckpt")  # a path, but no sentence that names one
 _CHECKPOINT: Final = re.compile(r"ckpt|checkpoint|best_model|last_model", re.IGNORECASE)
-_PROBES: Final = re.compile(r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$")
+_PROBES: Final = re.compile(
+    r"(?:^|[._])(?:import_module|importorskip|find_spec|version|RequirementCache|available)$"
+)
 _PLAIN: Final = {"ABC", "Generic", "Module", "Protocol", "object"}
 _AS_FILE: Final = (
     "trainer.checkpoint_callback.best_model_path, or ckpt_path='best' or 'last'; Lightning's own .ckpt files: "
@@ -120,7 +129,9 @@ class _Source:
             return "fixed_divisor" not in given
         steps = given.get("gradient_accumulation_steps")
         one = isinstance(steps, ast.Constant) and steps.value == 1
-        return callee is Accelerator and not (steps is None or one or "gradient_accumulation_plugin" in given)
+        return callee is Accelerator and not (
+            steps is None or one or "gradient_accumulation_plugin" in given
+        )
 
 
 @cache
@@ -133,7 +144,9 @@ def _is_of_trainer(name: str) -> bool:
         value = None if new is None else look_up(new)
     except (ImportError, AttributeError):
         return False
-    return isinstance(value, type) and issubclass(value, (Trainer, TrainModule, DataModule, Callback))
+    return isinstance(value, type) and issubclass(
+        value, (Trainer, TrainModule, DataModule, Callback)
+    )
 
 
 @final
@@ -165,17 +178,27 @@ class Project:
             if isinstance(node, ast.ClassDef):
                 self._classes.setdefault(node.name, []).append((source, node))
                 self._attributes.add(node.name)
-                targets = [t for s in node.body for t in getattr(s, "targets", [getattr(s, "target", None)])]
-                self._attributes.update(target.id for target in targets if isinstance(target, ast.Name))
+                targets = [
+                    t
+                    for s in node.body
+                    for t in getattr(s, "targets", [getattr(s, "target", None)])
+                ]
+                self._attributes.update(
+                    target.id for target in targets if isinstance(target, ast.Name)
+                )
             elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 self._attributes.add(node.name)
                 calls = (one.func for one in ast.walk(node) if isinstance(one, ast.Call))
-                self._called.update(f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr != node.name)
+                self._called.update(
+                    f.attr for f in calls if isinstance(f, ast.Attribute) and f.attr != node.name
+                )
             elif isinstance(node, ast.Call):
                 self.keeps_divisor |= source.keeps_divisor(node)
             elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
                 self._attributes.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # register_buffer("mean", ...)
+            elif isinstance(node, ast.Constant) and isinstance(
+                node.value, str
+            ):  # register_buffer("mean", ...)
                 self._attributes.add(node.value)
 
     def add_yaml(self, path: str, text: str) -> None:
@@ -192,13 +215,17 @@ class Project:
             steps = part.arguments.get("gradient_accumulation_steps")
             if callee is Accelerator and steps is not None and steps.value != "1":
                 self.report(path, steps.line, _OWN_DIVISOR)
-            given = {name: (argument.value, argument.source) for name, argument in part.arguments.items()}
+            given = {
+                name: (argument.value, argument.source) for name, argument in part.arguments.items()
+            }
             for name, answer in wrong_arguments(callee, given):
                 self.report(path, part.arguments[name].line, answer)
 
     def _report_former_arguments(self, path: str, part: Configured) -> None:
         """Report former arguments of Lightning's Trainer under a ``trainer:`` that names no class."""
-        former = {name: argument for name, argument in part.arguments.items() if name in FORMER_ARGUMENTS}
+        former = {
+            name: argument for name, argument in part.arguments.items() if name in FORMER_ARGUMENTS
+        }
         given = {name: (argument.value, argument.source) for name, argument in former.items()}
         for name, answer in wrong_arguments(Trainer, given):
             self.report(path, former[name].line, answer)
@@ -238,7 +265,9 @@ class Project:
         """Whether the project itself calls a method of this name from a method of another name."""
         return method in self._called
 
-    def bases(self, source: _Source, cls: ast.ClassDef, seen: tuple[str, ...] = ()) -> tuple[tuple[type, ...], bool]:
+    def bases(
+        self, source: _Source, cls: ast.ClassDef, seen: tuple[str, ...] = ()
+    ) -> tuple[tuple[type, ...], bool]:
         """The classes of this library that a class extends, and whether all its bases are known."""
         found: list[type] = []
         known = True
@@ -258,7 +287,9 @@ class Project:
             else:
                 known &= name in _PLAIN
         several = list(dict.fromkeys(found))
-        return tuple(o for o in several if not any(o is not p and issubclass(p, o) for p in several)), known
+        return tuple(
+            o for o in several if not any(o is not p and issubclass(p, o) for p in several)
+        ), known
 
 
 @final
@@ -340,9 +371,13 @@ class _Reader(ast.NodeVisitor):
                 class_name = (dotted(assignment.value.func) or "").rpartition(".")[2]
                 if class_name[:1].isupper():
                     objects.update({dotted(target): class_name for target in assignment.targets})
-        hooks = (member for member in node.body if getattr(member, "name", "") == "on_save_checkpoint")
+        hooks = (
+            member for member in node.body if getattr(member, "name", "") == "on_save_checkpoint"
+        )
         for statement in (statement for hook in hooks for statement in ast.walk(hook)):
-            if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Subscript):
+            if not isinstance(statement, ast.Assign) or not isinstance(
+                statement.targets[0], ast.Subscript
+            ):
                 continue
             name = dotted(statement.value)
             if name in objects:
@@ -356,7 +391,11 @@ class _Reader(ast.NodeVisitor):
             for target in one.targets:
                 if (name := dotted(target) or "").startswith("self."):
                     made.setdefault(name, set()).add(self._made_by(one.value))
-        return {name: kinds.pop() for name, kinds in made.items() if len(kinds) == 1 and None not in kinds}
+        return {
+            name: kinds.pop()
+            for name, kinds in made.items()
+            if len(kinds) == 1 and None not in kinds
+        }
 
     def _made_by(self, value: ast.expr) -> Any:
         """`Trainer`, `Accelerator` or `Fabric`, if an expression constructs one."""
@@ -369,14 +408,18 @@ class _Reader(ast.NodeVisitor):
         self.generic_visit(node)
         self._source, self._types = source, types
 
-    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _visit_scope
+    visit_Lambda = visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = (
+        _visit_scope
+    )
 
     def _enter(self, node: ast.AST) -> tuple[_Source, dict[str, type]]:
         """Begin a scope; return what was known around it."""
         source, types = self._source, self._types
         visible, hidden = visible_names(node, source.bound)
         self._source = replace(source, bound=visible)
-        self._types = {name: kind for name, kind in types.items() if name.partition(".")[0] not in hidden}
+        self._types = {
+            name: kind for name, kind in types.items() if name.partition(".")[0] not in hidden
+        }
         return source, types
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -458,11 +501,17 @@ class _Reader(ast.NodeVisitor):
         base = bases[0]
         if hasattr(base, rest[0]) or rest[0] in dir(_made(base)) or rest[0] in _assigned(base):
             return getattr(base, rest[0], None) if len(rest) == 1 else None, None
-        if not known_all or stored or hasattr(nn.Module, rest[0]):  # a callback may be a module as well
+        if (
+            not known_all or stored or hasattr(nn.Module, rest[0])
+        ):  # a callback may be a module as well
             return None, None
         public = rest[0].lstrip("_")
         fix = f"self.{public}" if public in dir(base) else None
-        return None, Answer("attribute", f"nothing defines self.{rest[0]}: {base.__name__} has no such attribute", fix)
+        return None, Answer(
+            "attribute",
+            f"nothing defines self.{rest[0]}: {base.__name__} has no such attribute",
+            fix,
+        )
 
     def visit_Call(self, node: ast.Call) -> None:
         callee = self._source.library(node.func)
@@ -470,7 +519,10 @@ class _Reader(ast.NodeVisitor):
         if callee is None and isinstance(node.func, ast.Attribute) and name is not None:
             callee = self._resolve(node.func, name)[0]
         given = {
-            one.arg: (one.value.value if isinstance(one.value, ast.Constant) else None, ast.unparse(one.value))
+            one.arg: (
+                one.value.value if isinstance(one.value, ast.Constant) else None,
+                ast.unparse(one.value),
+            )
             for one in node.keywords
             if one.arg is not None
         }
@@ -505,7 +557,9 @@ class _Reader(ast.NodeVisitor):
                 problem = f"getLogger({text!r}): this library prints its lines, and has no logger of this name"
                 fix = "leave it out; Trainer(enable_progress_bar=False, enable_model_summary=False) prints less"
             else:
-                problem = f"filterwarnings selects {text!r}, and the warnings come from trainer_kit now"
+                problem = (
+                    f"filterwarnings selects {text!r}, and the warnings come from trainer_kit now"
+                )
                 fix = f"{text.replace(package[0], 'trainer_kit')!r}"
             self._report(node, Answer("probe", problem, fix))
 
@@ -522,8 +576,12 @@ class _Reader(ast.NodeVisitor):
     def _check_product(self, node: ast.stmt | ast.expr, *factors: ast.expr) -> None:
         """Report a loss that is multiplied by the number of micro-batches, in a script for Accelerate."""
         names = [(dotted(one) or "").rpartition(".")[2] for one in factors]
-        accelerates = any(old.partition(".")[0] == "accelerate" for old in self._source.bound.values())
-        of_loss = "gradient_accumulation_steps" in names and any(name.endswith("loss") for name in names)
+        accelerates = any(
+            old.partition(".")[0] == "accelerate" for old in self._source.bound.values()
+        )
+        of_loss = "gradient_accumulation_steps" in names and any(
+            name.endswith("loss") for name in names
+        )
         if accelerates and of_loss and not self._project.keeps_divisor:
             self._report(node, _STEPS_IN_LOSS)
 
@@ -538,8 +596,14 @@ class _Reader(ast.NodeVisitor):
             problem = f"{node.value!r}: checkpoints are directories, named without a suffix"
             self._report(node, Answer("checkpoint", problem, _AS_FILE))
         head, _, _ = node.value.partition(".")
-        package = head if head in ("pytorch_lightning", "lightning_fabric") else ".".join(node.value.split(".")[:2])
-        is_name = package in PACKAGES and foreign(package) and re.fullmatch(r"\w+(\.\w+)+", node.value)
+        package = (
+            head
+            if head in ("pytorch_lightning", "lightning_fabric")
+            else ".".join(node.value.split(".")[:2])
+        )
+        is_name = (
+            package in PACKAGES and foreign(package) and re.fullmatch(r"\w+(\.\w+)+", node.value)
+        )
         if is_name and name_here(node.value) is None:
             self._report(node, Answer("string", f"{node.value!r} names nothing here"))
 
@@ -573,7 +637,9 @@ def _made(base: type) -> Any:
 def _gets_trainer(hook: str) -> bool:
     """Whether a callback's hook of this name gets the Trainer as its first argument."""
     method = getattr(Callback, hook, None)
-    return inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:2] == ["trainer"]
+    return inspect.isfunction(method) and list(inspect.signature(method).parameters)[1:2] == [
+        "trainer"
+    ]
 
 
 @cache
@@ -592,7 +658,11 @@ def _assigned(base: type) -> frozenset[str]:
 
 def _assigned_by(node: ast.AST) -> str | None:
     """The attribute of ``self`` that one node assigns."""
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node) == f"self.{node.attr}":
+    if (
+        isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and dotted(node) == f"self.{node.attr}"
+    ):
         return None if node.attr.startswith("_") else node.attr
     if isinstance(node, ast.Call) and dotted(node.func) == "self.__dict__.setdefault":
         return _constant_text(node.args[0])

@@ -73,7 +73,9 @@ def _with_argument(call: cst.Call, name: str, value: str) -> cst.Call:
         return call.with_changes(args=[new])
     last = call.args[-1]
     lines = isinstance(call.whitespace_before_args, cst.ParenthesizedWhitespace)
-    comma = cst.Comma(whitespace_after=call.whitespace_before_args if lines else cst.SimpleWhitespace(" "))
+    comma = cst.Comma(
+        whitespace_after=call.whitespace_before_args if lines else cst.SimpleWhitespace(" ")
+    )
     new = new.with_changes(comma=last.comma, whitespace_after_arg=last.whitespace_after_arg)
     last = last.with_changes(comma=comma, whitespace_after_arg=cst.SimpleWhitespace(""))
     return call.with_changes(args=[*call.args[:-1], last, new])
@@ -92,13 +94,21 @@ class _Rewrite(cst.CSTTransformer):
         self._bound = bound
         self.lacks_plugin = False
         # Packages that are imported under their own names: each use of these names changes too.
-        self._plain = {name: PACKAGES[name] for name, old in bound.items() if name == old and foreign(name)}
+        self._plain = {
+            name: PACKAGES[name] for name, old in bound.items() if name == old and foreign(name)
+        }
 
     def needs_scopes(self, source: bytes) -> bool:
         """Whether names in the file must be distinguished from parameters and variables of the same spelling."""
-        names_accelerate = any(name.partition(".")[0] == "accelerate" for name in self._bound.values())
+        names_accelerate = any(
+            name.partition(".")[0] == "accelerate" for name in self._bound.values()
+        )
         subpackages = b".fabric" in source or b".pytorch" in source
-        return bool(self._plain) or names_accelerate or (subpackages and "lightning" in self._bound.values())
+        return (
+            bool(self._plain)
+            or names_accelerate
+            or (subpackages and "lightning" in self._bound.values())
+        )
 
     def visit_Import(self, node: cst.Import) -> bool:
         return False
@@ -109,7 +119,9 @@ class _Rewrite(cst.CSTTransformer):
     def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
         return updated_node.with_changes(names=[_alias(one) for one in original_node.names])
 
-    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.BaseSmallStatement:
+    def leave_ImportFrom(
+        self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
+    ) -> cst.BaseSmallStatement:
         package = _name_of(original_node.module)
         new = None if original_node.relative else renamed(package)
         if new is None:
@@ -119,7 +131,9 @@ class _Rewrite(cst.CSTTransformer):
             target = PACKAGES.get(f"{package}.{_name_of(names[0].name)}")
             if target == new:  # `from lightning import pytorch as pl`: that is the package itself
                 name = cst.ensure_type(names[0].name, cst.Name)
-                return cst.Import([cst.ImportAlias(_expression(target), names[0].asname or cst.AsName(name))])
+                return cst.Import(
+                    [cst.ImportAlias(_expression(target), names[0].asname or cst.AsName(name))]
+                )
         return updated_node.with_changes(module=_expression(new))
 
     def _is_imported(self, node: cst.BaseExpression) -> bool:
@@ -128,7 +142,9 @@ class _Rewrite(cst.CSTTransformer):
         if scope is None or not isinstance(node, cst.Name):
             return False
         found = scope[node.value]
-        defined = any(isinstance(getattr(one, "node", None), (cst.FunctionDef, cst.ClassDef)) for one in found)
+        defined = any(
+            isinstance(getattr(one, "node", None), (cst.FunctionDef, cst.ClassDef)) for one in found
+        )
         return not defined and any(isinstance(one, ImportAssignment) for one in found)
 
     def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
@@ -137,7 +153,9 @@ class _Rewrite(cst.CSTTransformer):
             new = None
         return updated_node if new is None else _expression(new)
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+    def leave_Attribute(
+        self, original_node: cst.Attribute, updated_node: cst.Attribute
+    ) -> cst.BaseExpression:
         root, _, rest = _name_of(original_node).partition(".")
         new = PACKAGES.get(f"{self._bound[root]}.{rest}") if root in self._bound and rest else None
         if new is None or not self._is_imported(_root_of(original_node)):
@@ -151,11 +169,17 @@ class _Rewrite(cst.CSTTransformer):
     def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.Call:
         root, dot, rest = _name_of(original_node.func).partition(".")
         package, _, called = f"{self._bound.get(root, '')}{dot}{rest}".rpartition(".")
-        if package.partition(".")[0] != "accelerate" or not self._is_imported(_root_of(original_node.func)):
+        if package.partition(".")[0] != "accelerate" or not self._is_imported(
+            _root_of(original_node.func)
+        ):
             return updated_node
         given = {_name_of(one.keyword): one for one in updated_node.args}
         if called == "GradientAccumulationPlugin":
-            return updated_node if "fixed_divisor" in given else _with_argument(updated_node, "fixed_divisor", "True")
+            return (
+                updated_node
+                if "fixed_divisor" in given
+                else _with_argument(updated_node, "fixed_divisor", "True")
+            )
         steps = given.get("gradient_accumulation_steps")
         if called != "Accelerator" or steps is None or "gradient_accumulation_plugin" in given:
             return updated_node
@@ -166,11 +190,16 @@ class _Rewrite(cst.CSTTransformer):
             plugin = f"{_name_of(updated_node.func).partition('.')[0]}.{plugin}"
         else:
             self.lacks_plugin |= plugin not in self._bound
-        made = cst.Call(_expression(plugin), [cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)])
-        changed = steps.with_changes(
-            keyword=cst.Name("gradient_accumulation_plugin"), value=_with_argument(made, "fixed_divisor", "True")
+        made = cst.Call(
+            _expression(plugin), [cst.Arg(steps.value, keyword=cst.Name("num_steps"), equal=_EQUAL)]
         )
-        return updated_node.with_changes(args=[changed if one is steps else one for one in updated_node.args])
+        changed = steps.with_changes(
+            keyword=cst.Name("gradient_accumulation_plugin"),
+            value=_with_argument(made, "fixed_divisor", "True"),
+        )
+        return updated_node.with_changes(
+            args=[changed if one is steps else one for one in updated_node.args]
+        )
 
     def leave_Arg(self, original_node: cst.Arg, updated_node: cst.Arg) -> cst.Arg:
         return updated_node.with_changes(keyword=original_node.keyword)
@@ -178,11 +207,17 @@ class _Rewrite(cst.CSTTransformer):
     def leave_Param(self, original_node: cst.Param, updated_node: cst.Param) -> cst.Param:
         return updated_node.with_changes(name=original_node.name)
 
-    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
         return updated_node.with_changes(name=original_node.name)
 
-    def leave_SimpleString(self, original_node: cst.SimpleString, updated_node: cst.SimpleString) -> cst.SimpleString:
+    def leave_SimpleString(
+        self, original_node: cst.SimpleString, updated_node: cst.SimpleString
+    ) -> cst.SimpleString:
         new = name_here(original_node.raw_value)
         if new is None:
             return updated_node
-        return updated_node.with_changes(value=original_node.value.replace(original_node.raw_value, new))
+        return updated_node.with_changes(
+            value=original_node.value.replace(original_node.raw_value, new)
+        )

@@ -15,7 +15,9 @@ _DISTRIBUTION: Final = r"(?:pytorch[-_]lightning|lightning[-_]fabric|lightning|a
 _REQUIREMENTS: Final = re.compile(
     r"(.*requirements?.*|constraints.*)\.(txt|in)|pyproject\.toml|setup\.(py|cfg)|Pipfile|(environment|conda|env).*\.ya?ml"
 )
-_SCRIPTS: Final = re.compile(r".*\.(sh|bash|zsh|fish|slurm|sbatch|bat|ps1|mk)|Makefile|Dockerfile.*|.*\.Dockerfile")
+_SCRIPTS: Final = re.compile(
+    r".*\.(sh|bash|zsh|fish|slurm|sbatch|bat|ps1|mk)|Makefile|Dockerfile.*|.*\.Dockerfile"
+)
 _REQUIREMENT: Final = re.compile(
     rf"""(?:^\s*|^\s*-\s*(?:[\w-]+::)?|["'])(?P<name>{_DISTRIBUTION})(?:\[[^\]]*\])?(?=\s*(?:[<>=~!;,"'#]|@\s|$))"""
 )
@@ -31,7 +33,9 @@ _MODULE: Final = re.compile(r"-m\s+(?P<module>accelerate\.commands\.(?:launch|ac
 
 def is_setup_file(path: PurePath) -> bool:
     """Whether a file lists requirements or holds shell commands, by its name."""
-    return _REQUIREMENTS.fullmatch(path.name) is not None or _SCRIPTS.fullmatch(path.name) is not None
+    return (
+        _REQUIREMENTS.fullmatch(path.name) is not None or _SCRIPTS.fullmatch(path.name) is not None
+    )
 
 
 def setup_findings(path: PurePath, text: str) -> Iterator[Finding]:
@@ -59,7 +63,13 @@ def command_findings(path: str, number: int, line: str) -> Iterator[Finding]:
     for command in _COMMAND.finditer(line):
         words = f"{command['command']} {command['verb']}"
         verb = "launch" if command["verb"] == "run" else command["verb"]
-        yield Finding(str(path), number, "command", f"{words} is a command of the other library", f"trainer-kit {verb}")
+        yield Finding(
+            str(path),
+            number,
+            "command",
+            f"{words} is a command of the other library",
+            f"trainer-kit {verb}",
+        )
     for module in _MODULE.finditer(line):
         problem = f"{module['module']} is a module of the other library"
         yield Finding(str(path), number, "command", problem, "python -m trainer_kit launch")

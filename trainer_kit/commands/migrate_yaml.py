@@ -16,7 +16,12 @@ __all__ = ["Argument", "Configured", "configured", "rewrite_yaml"]
 
 _NAME: Final = re.compile(r"(?<![\w./-])[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+(?![\w/-])")
 _CLASS_NAME: Final = re.compile(r"[A-Za-z_][\w.]*\.[A-Z]\w*")
-_ARGUMENTS_OF: Final = {"_target_": None, "class_path": "init_args", "target": "params", "path": None}
+_ARGUMENTS_OF: Final = {
+    "_target_": None,
+    "class_path": "init_args",
+    "target": "params",
+    "path": None,
+}
 """By key that names a class, the key beside it that holds the arguments; None: they stand beside the class."""
 
 
@@ -94,13 +99,17 @@ def _configured_below(node: yaml.Node | None) -> Iterator[Configured]:
         yield from _configured_below(value)
 
 
-def _named_class(key: str, value: yaml.ScalarNode, arguments: Mapping[str, Argument]) -> Iterator[Configured]:
+def _named_class(
+    key: str, value: yaml.ScalarNode, arguments: Mapping[str, Argument]
+) -> Iterator[Configured]:
     new = renamed(value.value)
     if new is not None and (key in _ARGUMENTS_OF or _CLASS_NAME.fullmatch(value.value)):
         yield Configured(new, value.start_mark.line + 1, arguments)
 
 
-def _arguments_beside(key: str, node: yaml.MappingNode, values: Mapping[str, yaml.Node]) -> dict[str, Argument]:
+def _arguments_beside(
+    key: str, node: yaml.MappingNode, values: Mapping[str, yaml.Node]
+) -> dict[str, Argument]:
     if key not in _ARGUMENTS_OF:
         return {}
     holder = _ARGUMENTS_OF[key]
@@ -110,7 +119,9 @@ def _arguments_beside(key: str, node: yaml.MappingNode, values: Mapping[str, yam
 
 
 def _names_a_class(node: yaml.MappingNode) -> bool:
-    return any(isinstance(key, yaml.ScalarNode) and key.value in _ARGUMENTS_OF for key, _ in node.value)
+    return any(
+        isinstance(key, yaml.ScalarNode) and key.value in _ARGUMENTS_OF for key, _ in node.value
+    )
 
 
 def _arguments(node: yaml.Node | None) -> dict[str, Argument]:
@@ -118,8 +129,14 @@ def _arguments(node: yaml.Node | None) -> dict[str, Argument]:
         return {}
     arguments = {}
     for key, value in node.value:
-        if isinstance(key, yaml.ScalarNode) and key.value.isidentifier() and not key.value.startswith("_"):
+        if (
+            isinstance(key, yaml.ScalarNode)
+            and key.value.isidentifier()
+            and not key.value.startswith("_")
+        ):
             source = value.value if isinstance(value, yaml.ScalarNode) else ""
             constant = isinstance(value, yaml.ScalarNode) and "$" not in source
-            arguments[key.value] = Argument(source if constant else None, source, key.start_mark.line + 1)
+            arguments[key.value] = Argument(
+                source if constant else None, source, key.start_mark.line + 1
+            )
     return arguments

@@ -25,12 +25,27 @@ def _numbers(context: click.Context, option: click.Parameter, text: str) -> tupl
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--world", required=True, callback=_numbers, help="Numbers of ranks: 8,64,512.")
-@click.option("--device", help="h200, h100, a100-80, ..., or cpu: this machine. By default this machine's accelerator.")
-@click.option("--max-memory", help="Memory that a rank may use: 60GB. By default nine tenths of the device's.")
-@click.option("--strategy", "strategies", multiple=True, help="Only this one; repeat the option for several.")
-@click.option("--precision", "precisions", multiple=True, help="By default the script's, and mixed precision.")
-@click.option("--global-batch", type=click.IntRange(min=1), help="Samples per optimizer step. By default the script's.")
-@click.option("--price", type=click.FloatRange(min=0), help="Price of a device per hour; adds the cost.")
+@click.option(
+    "--device",
+    help="h200, h100, a100-80, ..., or cpu: this machine. By default this machine's accelerator.",
+)
+@click.option(
+    "--max-memory", help="Memory that a rank may use: 60GB. By default nine tenths of the device's."
+)
+@click.option(
+    "--strategy", "strategies", multiple=True, help="Only this one; repeat the option for several."
+)
+@click.option(
+    "--precision", "precisions", multiple=True, help="By default the script's, and mixed precision."
+)
+@click.option(
+    "--global-batch",
+    type=click.IntRange(min=1),
+    help="Samples per optimizer step. By default the script's.",
+)
+@click.option(
+    "--price", type=click.FloatRange(min=0), help="Price of a device per hour; adds the cost."
+)
 @click.option(
     "--efficiency",
     type=click.FloatRange(min=0, max=1, min_open=True),
@@ -92,7 +107,9 @@ def plan(
         except TrainerKitError:
             raise
         except Exception as error:  # of the script: its data, or its hooks
-            raise failed_script(script, error, *getattr(error, "__notes__", ["in the plan"])[-1:]) from error
+            raise failed_script(
+                script, error, *getattr(error, "__notes__", ["in the plan"])[-1:]
+            ) from error
     if html is not None:
         found.to_html(html)
         click.echo(f"wrote {html}", err=True)

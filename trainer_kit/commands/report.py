@@ -15,12 +15,26 @@ __all__ = ["report"]
 
 
 @click.command("report")
-@click.argument("runs", metavar="RUN...", type=FilePath(exists=True, file_okay=False, path_type=Path), nargs=-1)
-@click.option("--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="By default report.html.")
+@click.argument(
+    "runs", metavar="RUN...", type=FilePath(exists=True, file_okay=False, path_type=Path), nargs=-1
+)
+@click.option(
+    "--output", "-o", type=FilePath(dir_okay=False, path_type=Path), help="By default report.html."
+)
 @click.option("--open", "opens", is_flag=True, help="Show the page in a browser.")
-@click.option("--watch", is_flag=True, help="Write it every few seconds until the runs have ended, or Ctrl-C.")
-@click.option("--every", type=click.FloatRange(min=1), default=10, show_default=True, help="Seconds, with --watch.")
-def report(runs: tuple[Path, ...], output: Path | None, opens: bool, watch: bool, every: float) -> None:
+@click.option(
+    "--watch", is_flag=True, help="Write it every few seconds until the runs have ended, or Ctrl-C."
+)
+@click.option(
+    "--every",
+    type=click.FloatRange(min=1),
+    default=10,
+    show_default=True,
+    help="Seconds, with --watch.",
+)
+def report(
+    runs: tuple[Path, ...], output: Path | None, opens: bool, watch: bool, every: float
+) -> None:
     """Write one page about the runs in the directories RUN.
 
     Of one run the page is its own report.html, of several it is report.html here. A directory of runs counts as all of
@@ -40,7 +54,9 @@ def report(runs: tuple[Path, ...], output: Path | None, opens: bool, watch: bool
             write_report(target, found, refresh=0 if over else max(1, round(every)))
         except OSError as error:
             fix = "name another file: --output"
-            raise ConfigurationError(f"{target} could not be written", found=str(error), fix=fix) from error
+            raise ConfigurationError(
+                f"{target} could not be written", found=str(error), fix=fix
+            ) from error
         if first:
             click.echo(target)
             if opens:

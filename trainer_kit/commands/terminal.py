@@ -22,7 +22,9 @@ _DOWN: Final = ("\x1b[B", "\x1bOB", "j")
 class FilePath(click.Path):
     """A local path; also expands ``~`` after an equals sign, as in ``--config_file=~/run.yaml``."""
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         return super().convert(os.path.expanduser(value), parameter, context)
 
 
@@ -32,10 +34,14 @@ class OutputPath(FilePath):
     def __init__(self) -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
 
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, parameter: click.Parameter | None, context: click.Context | None
+    ) -> Any:
         found = super().convert(value, parameter, context)
         if not os.access(Path(found).absolute().parent, os.W_OK):
-            self.fail(f"{Path(found).absolute().parent} is not a writable directory", parameter, context)
+            self.fail(
+                f"{Path(found).absolute().parent} is not a writable directory", parameter, context
+            )
         return found
 
 
@@ -139,4 +145,6 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        click.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        click.echo(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )

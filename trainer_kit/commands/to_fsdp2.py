@@ -49,9 +49,13 @@ class _Edit:
 
 
 @click.command("to-fsdp2")
-@click.option("--config_file", type=FilePath(path_type=Path), required=True, help="The file to convert.")
+@click.option(
+    "--config_file", type=FilePath(path_type=Path), required=True, help="The file to convert."
+)
 @click.option("--overwrite", is_flag=True, help="Replace the file, or the file at --output_file.")
-@click.option("--output_file", type=FilePath(path_type=Path), help="The new file; by default --config_file.")
+@click.option(
+    "--output_file", type=FilePath(path_type=Path), help="The new file; by default --config_file."
+)
 def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> None:
     """Convert the fsdp_config of a configuration file from FSDP1 to FSDP2; all other lines and comments are kept."""
     from trainer_kit.launch.configuration import read_configuration
@@ -73,7 +77,9 @@ def to_fsdp2(config_file: Path, overwrite: bool, output_file: Path | None) -> No
     try:
         replace_file(target.resolve(), converted.encode(), mode)
     except OSError as error:
-        raise ConfigurationError("the file cannot be written", found=f"{target}: {error.strerror}") from error
+        raise ConfigurationError(
+            "the file cannot be written", found=f"{target}: {error.strerror}"
+        ) from error
     for note in notes:
         click.echo(note)
     click.echo(f"written to {target}")
@@ -99,10 +105,16 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
 
     if any(isinstance(event, yaml.AliasEvent) for event in guarded_events(text)):
         raise ConfigurationError(
-            "values behind aliases are not rewritten", found=name, fix="replace each alias with its values"
+            "values behind aliases are not rewritten",
+            found=name,
+            fix="replace each alias with its values",
         )
     root: Any = guarded_root(text)
-    section = next((value for key, value in root.value if key.value == _SECTION), None) if root is not None else None
+    section = (
+        next((value for key, value in root.value if key.value == _SECTION), None)
+        if root is not None
+        else None
+    )
     if section is None or section.id != "mapping" or not section.value:
         return text, [f"{name}: no {_SECTION}, nothing to convert"]
     found = {key.value.removeprefix("fsdp_"): (key, value) for key, value in section.value}
@@ -120,14 +132,18 @@ def rewrite(text: str, name: str = "configuration") -> tuple[str, list[str]]:
     for word, (key, value) in found.items():
         if word in _LEFT_OUT:
             edits.append(_whole_line(text, key, value))
-            notes.append(f"{name}:{key.start_mark.line + 1}: {key.value}: {value.value} is left out: {_LEFT_OUT[word]}")
+            notes.append(
+                f"{name}:{key.start_mark.line + 1}: {key.value}: {value.value} is left out: {_LEFT_OUT[word]}"
+            )
         else:
             edits += _converted(name, word, key, value)
     if "version" not in found:
         start = first.start_mark.index - first.start_mark.column
         ending = "\r\n" if "\r\n" in text else "\n"
         prefix = "fsdp_" if first.value.startswith("fsdp_") else ""
-        edits.append(_Edit(start, start, f"{' ' * first.start_mark.column}{prefix}version: 2{ending}"))
+        edits.append(
+            _Edit(start, start, f"{' ' * first.start_mark.column}{prefix}version: 2{ending}")
+        )
     # From the end, so that positions stay valid; where a line is removed, the insertion follows.
     for edit in sorted(edits, key=lambda one: (one.start, one.end), reverse=True):
         text = text[: edit.start] + edit.text + text[edit.end :]
@@ -151,16 +167,25 @@ def _converted(name: str, word: str, key: yaml.Node, value: yaml.Node) -> list[_
     if reshards is None:
         instead = _INSTEAD["NO_SHARD" if given == "NO_SHARD" else "HYBRID_SHARD"]
         raise _refusal(_NO_COUNTERPART, name, key, key.value, given, instead)
-    return [_replaced(key, key.value.replace("sharding_strategy", "reshard_after_forward")), _replaced(value, reshards)]
+    return [
+        _replaced(key, key.value.replace("sharding_strategy", "reshard_after_forward")),
+        _replaced(value, reshards),
+    ]
 
 
-def _refusal(problem: str, name: str, at: yaml.Node, key: str, value: object, fix: str) -> ConfigurationError:
-    return ConfigurationError(problem, found=f"{name}:{at.start_mark.line + 1}: {key}: {value}", fix=fix)
+def _refusal(
+    problem: str, name: str, at: yaml.Node, key: str, value: object, fix: str
+) -> ConfigurationError:
+    return ConfigurationError(
+        problem, found=f"{name}:{at.start_mark.line + 1}: {key}: {value}", fix=fix
+    )
 
 
 def _replaced(node: yaml.Node, text: str) -> _Edit:
     start, end = node.start_mark.index, node.end_mark.index
-    return _Edit(start, end, text if start < end else f" {text}")  # an empty value begins at the colon
+    return _Edit(
+        start, end, text if start < end else f" {text}"
+    )  # an empty value begins at the colon
 
 
 def _whole_line(text: str, key: yaml.Node, value: yaml.Node) -> _Edit:

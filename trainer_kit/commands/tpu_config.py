@@ -15,14 +15,26 @@ __all__ = ["tpu_config"]
 
 
 @click.command("tpu-config")
-@click.option("--config_file", type=FilePath(path_type=Path), help="YAML or JSON; by default the file of `config`.")
+@click.option(
+    "--config_file",
+    type=FilePath(path_type=Path),
+    help="YAML or JSON; by default the file of `config`.",
+)
 @click.option("--tpu_name", help="The TPU's name; by default the configuration's.")
 @click.option("--tpu_zone", help="The TPU's zone; by default the configuration's.")
 @click.option("--use_alpha", is_flag=True, help="`gcloud alpha` in place of `gcloud`.")
-@click.option("--command_file", type=FilePath(path_type=Path), help="A file with commands, one on each line.")
+@click.option(
+    "--command_file", type=FilePath(path_type=Path), help="A file with commands, one on each line."
+)
 @click.option("--command", multiple=True, help="A command; may be given several times.")
-@click.option("--install_accelerate", is_flag=True, help="Install Hugging Face Accelerate on the machines first.")
-@click.option("--accelerate_version", default="latest", help="latest, dev, or a version such as 1.15.0.")
+@click.option(
+    "--install_accelerate",
+    is_flag=True,
+    help="Install Hugging Face Accelerate on the machines first.",
+)
+@click.option(
+    "--accelerate_version", default="latest", help="latest, dev, or a version such as 1.15.0."
+)
 @click.option("--debug", is_flag=True, help="Print the command, and succeed.")
 def tpu_config(
     config_file: Path | None,
@@ -48,10 +60,16 @@ def tpu_config(
     if file:
         commands = _lines(Path(file))
     name, zone = tpu_name or values.get("tpu_name"), tpu_zone or values.get("tpu_zone")
-    for what, flags in ((commands, "--command or --command_file"), (name, "--tpu_name"), (zone, "--tpu_zone")):
+    for what, flags in (
+        (commands, "--command or --command_file"),
+        (name, "--tpu_name"),
+        (zone, "--tpu_zone"),
+    ):
         if not what:
             raise ConfigurationError(
-                "the command for the machines lacks options", found=f"no {flags}", fix=f"add {flags}"
+                "the command for the machines lacks options",
+                found=f"no {flags}",
+                fix=f"add {flags}",
             )
     if install_accelerate:
         commands.insert(0, f"pip install {_requirement(accelerate_version)}")
@@ -61,8 +79,23 @@ def tpu_config(
             found=accelerate_version,
             fix="add --install_accelerate",
         )
-    words = ["gcloud", *(["alpha"] if use_alpha else []), "compute", "tpus", "tpu-vm", "ssh", str(name)]
-    words += ["--zone", str(zone), "--command", "; ".join(["cd /usr/share", *commands]), "--worker", "all"]
+    words = [
+        "gcloud",
+        *(["alpha"] if use_alpha else []),
+        "compute",
+        "tpus",
+        "tpu-vm",
+        "ssh",
+        str(name),
+    ]
+    words += [
+        "--zone",
+        str(zone),
+        "--command",
+        "; ".join(["cd /usr/share", *commands]),
+        "--worker",
+        "all",
+    ]
     click.echo(shlex.join(words))
     if not debug:
         raise LaunchError(
@@ -75,7 +108,9 @@ def _lines(path: Path) -> list[str]:
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError("the file of commands cannot be read", found=f"{path}: {error}") from error
+        raise ConfigurationError(
+            "the file of commands cannot be read", found=f"{path}: {error}"
+        ) from error
     # They are joined by semicolons: an empty line would be a syntax error, and a comment would hide what follows.
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
@@ -89,5 +124,7 @@ def _requirement(version: str) -> str:
         return f"accelerate=={Version(version)}"
     except InvalidVersion as error:
         raise ConfigurationError(
-            "this is not a version", found=f"--accelerate_version {version}", fix="pass a version such as 1.15.0"
+            "this is not a version",
+            found=f"--accelerate_version {version}",
+            fix="pass a version such as 1.15.0",
         ) from error

@@ -43,12 +43,18 @@ def trial(
     Without options it uses the saved configuration, or all devices. Exits with 0 for OK, with 1 for a wrong result, and
     with 124 if the time is over, without a result.
     """
-    given = {"devices": devices, "accelerator": accelerator, "strategy": strategy, "precision": precision}
+    given = {
+        "devices": devices,
+        "accelerator": accelerator,
+        "strategy": strategy,
+        "precision": precision,
+    }
     options = [f"--{name}={value}" for name, value in given.items() if value is not None]
     file = config_file or (None if options else default_file())
     if config_file is not None and options:
         raise ConfigurationError(
-            "a configuration file and options cannot be combined", fix="leave out --config_file or the other options"
+            "a configuration file and options cannot be combined",
+            fix="leave out --config_file or the other options",
         )
     launch = [] if file is None else ["launch", "--quiet", f"--config_file={file}"]
     if file is not None:
@@ -59,7 +65,15 @@ def trial(
         for directory, more in ((first, []), (second, [f"--resume={first}"])):
             directory.mkdir()
             starter = ["trainer_kit", *launch, "-m"] if launch else []
-            words = [sys.executable, "-m", *starter, "trainer_kit.commands.trial_run", str(directory), *options, *more]
+            words = [
+                sys.executable,
+                "-m",
+                *starter,
+                "trainer_kit.commands.trial_run",
+                str(directory),
+                *options,
+                *more,
+            ]
             began = time.monotonic()
             _run(words, end, "resumed" if more else "started", timeout)
             if not more:
@@ -72,12 +86,19 @@ def trial(
 
 def _run(words: list[str], end: float, verb: str, timeout: float) -> None:
     process = subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True
+        words,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=max(1.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
-        click.echo(f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}")
+        click.echo(
+            f"TIMEOUT  the run that was {verb} did not end: {timeout:g} s are over for all runs{_load()}"
+        )
         click.echo(f"    try --timeout={3 * timeout:g}; if that is not enough, the run hangs")
         _show(_end(process))
         sys.exit(124)
@@ -105,7 +126,10 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
 
     found = checkpoints(directory / "checkpoints")
     if [record.info.get("step") for record in found] != [STEPS // 2, STEPS]:
-        _fail(f"checkpoints of steps {STEPS // 2} and {STEPS} are missing", ", ".join(str(r.path.name) for r in found))
+        _fail(
+            f"checkpoints of steps {STEPS // 2} and {STEPS} are missing",
+            ", ".join(str(r.path.name) for r in found),
+        )
     try:
         for record in found:
             verify_checkpoint(record.path)
@@ -115,7 +139,9 @@ def _check_weights(directory: Path, about: dict[str, Any]) -> None:
     before, after = plain_weights(about["world_size"])
     weights = read_weights(found[-1].path)
     moved = max(float((after[name] - before[name]).abs().max()) for name in after)
-    difference = max(float((after[name] - weights[name].to(after[name].dtype)).abs().max()) for name in after)
+    difference = max(
+        float((after[name] - weights[name].to(after[name].dtype)).abs().max()) for name in after
+    )
     allowed = 1e-4 if about["precision"].startswith(("32", "64")) else 0.1
     line = f"weights moved by {moved:.2g}, and are {difference:.1g} from those of a plain loop in 32-true"
     if not difference <= allowed * moved:
@@ -128,12 +154,16 @@ def _check_resume(first: Path, second: Path, about: dict[str, Any]) -> None:
 
     from trainer_kit.checkpoint import checkpoints, read_weights
 
-    one, two = (read_weights(checkpoints(place / "checkpoints")[-1].path) for place in (first, second))
+    one, two = (
+        read_weights(checkpoints(place / "checkpoints")[-1].path) for place in (first, second)
+    )
     exact = all(torch.equal(one[name], two[name]) for name in one)
     close = all(torch.allclose(one[name].float(), two[name].float(), atol=1e-4) for name in one)
     if not (exact or (close and about["device"] != "cpu")):
         _fail("a resumed run ends with other weights", f"resumed from step 3 on {about['device']}")
-    click.echo(f"OK  resumed in new processes, with {'the same bits' if exact else 'the same weights to 1e-4'}")
+    click.echo(
+        f"OK  resumed in new processes, with {'the same bits' if exact else 'the same weights to 1e-4'}"
+    )
 
 
 def _fail(problem: str, details: str) -> NoReturn:

@@ -48,7 +48,9 @@ def trial_data(world_size: int) -> TensorDataset:
     """The samples that all ranks take in `STEPS` steps."""
     made = torch.Generator().manual_seed(11)
     samples = STEPS * _BATCH * world_size
-    return TensorDataset(torch.randn(samples, 32, generator=made), torch.randn(samples, 4, generator=made))
+    return TensorDataset(
+        torch.randn(samples, 32, generator=made), torch.randn(samples, 4, generator=made)
+    )
 
 
 def plain_weights(world_size: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -71,14 +73,22 @@ def main() -> None:
     parser.add_argument("--accelerator", default="auto")
     parser.add_argument("--strategy", default="auto")
     parser.add_argument("--precision", default=os.environ.get("TRAINER_KIT_MIXED_PRECISION"))
-    parser.add_argument("--resume", type=Path, help="a directory of an earlier run, whose first checkpoint is resumed")
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        help="a directory of an earlier run, whose first checkpoint is resumed",
+    )
     given = parser.parse_args()
     try:
         trainer = _make_trainer(given)
     except ConfigurationError as error:
         raise SystemExit(str(error)) from error
     first = None if given.resume is None else checkpoints(given.resume / "checkpoints")[0].path
-    trainer.fit(TrialModule(), DataLoader(trial_data(trainer.world_size), batch_size=_BATCH), ckpt_path=first)
+    trainer.fit(
+        TrialModule(),
+        DataLoader(trial_data(trainer.world_size), batch_size=_BATCH),
+        ckpt_path=first,
+    )
     if trainer.is_global_zero:
         about = {
             "world_size": trainer.world_size,
@@ -100,7 +110,9 @@ def _make_trainer(given: argparse.Namespace) -> Trainer:
         default_root_dir=given.directory,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=ModelCheckpoint(given.directory / "checkpoints", every_n_train_steps=STEPS // 2, save_top_k=-1),
+        callbacks=ModelCheckpoint(
+            given.directory / "checkpoints", every_n_train_steps=STEPS // 2, save_top_k=-1
+        ),
     )
 
 

@@ -25,10 +25,22 @@ __all__ = ["verify"]
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.option("--strategy", help="A word of Trainer(strategy=); by default the script's.")
 @click.option("--precision", help="A word of Trainer(precision=); by default the script's.")
-@click.option("--devices", type=click.IntRange(min=1), help="Ranks on this machine; by default the script's.")
+@click.option(
+    "--devices", type=click.IntRange(min=1), help="Ranks on this machine; by default the script's."
+)
 @click.option("--accelerator", help="A word of Trainer(accelerator=); by default the script's.")
-@click.option("--steps", type=click.IntRange(min=1), default=4, show_default=True, help="Optimizer steps of each run.")
-@click.option("--local", is_flag=True, help="All ranks in this process, as threads that take turns: for breakpoint().")
+@click.option(
+    "--steps",
+    type=click.IntRange(min=1),
+    default=4,
+    show_default=True,
+    help="Optimizer steps of each run.",
+)
+@click.option(
+    "--local",
+    is_flag=True,
+    help="All ranks in this process, as threads that take turns: for breakpoint().",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--html", type=OutputPath(), help="Write a page with the difference by step.")
 def verify(
@@ -60,12 +72,19 @@ def verify(
     }
     given = {name: value for name, value in chosen.items() if value is not None}
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # the script's output is not part of the result
+        with contextlib.redirect_stdout(
+            sys.stderr
+        ):  # the script's output is not part of the result
             fit = captured_fit(script, arguments, trainer_class=Trainer)
             off = {"logger": False, "num_nodes": 1, "resume": None}
             trainer = Trainer(**{**fit.arguments, **given, **off})
             found = trainer.verify(
-                fit.module, fit.train_dataloaders, fit.val_dataloaders, fit.datamodule, steps=steps, local=local
+                fit.module,
+                fit.train_dataloaders,
+                fit.val_dataloaders,
+                fit.datamodule,
+                steps=steps,
+                local=local,
             )
         if html is not None:
             write_page(html, found)
@@ -83,7 +102,12 @@ def _place(error: BaseException) -> str:
     """The line of the user's code that raised; a rank's traceback is a note of its error."""
     lines = [*traceback.format_tb(error.__traceback__), *getattr(error, "__notes__", [])]
     frames = re.findall(r'File "(.+?)", line (\d+), in (\S+)', "".join(lines))
-    others = (str(Path(__file__).parents[1]), f"{os.sep}site-packages{os.sep}", sysconfig.get_path("stdlib"), "<")
+    others = (
+        str(Path(__file__).parents[1]),
+        f"{os.sep}site-packages{os.sep}",
+        sysconfig.get_path("stdlib"),
+        "<",
+    )
     own = [frame for frame in frames if not any(other in frame[0] for other in others)]
     return "\n  found: {}, line {}, in {}".format(*own[-1]) if own else ""
 

@@ -58,7 +58,10 @@ _HANDLES: Final = "_hf_hook_handles"
 
 
 def named_module_tensors(
-    module: nn.Module, include_buffers: bool = True, recurse: bool = False, remove_non_persistent: bool = False
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and tensors of a module's parameters and buffers.
 
@@ -75,7 +78,10 @@ def named_module_tensors(
     yield from module.named_parameters(recurse=recurse)
     for name, buffer in module.named_buffers(recurse=recurse) if include_buffers else ():
         path, _, key = name.rpartition(".")
-        if not remove_non_persistent or key not in module.get_submodule(path)._non_persistent_buffers_set:
+        if (
+            not remove_non_persistent
+            or key not in module.get_submodule(path)._non_persistent_buffers_set
+        ):
             yield name, buffer
 
 
@@ -114,7 +120,9 @@ def set_module_tensor_to_device(
         tensor([3.], requires_grad=True)
     """
     if fp16_statistics is not None:
-        raise ConfigurationError("load_and_quantize_model creates 8-bit layers", found="fp16_statistics=...")
+        raise ConfigurationError(
+            "load_and_quantize_model creates 8-bit layers", found="fp16_statistics=..."
+        )
     path, _, key = tensor_name.rpartition(".")
     try:
         holder = module.get_submodule(path)
@@ -122,21 +130,28 @@ def set_module_tensor_to_device(
         raise ConfigurationError(f"the module {path!r} does not exist", found=str(error)) from error
     old = holder._parameters.get(key, holder._buffers.get(key))
     if old is None:
-        raise ConfigurationError(f"the module has no parameter or buffer {tensor_name!r}", found=type(module).__name__)
+        raise ConfigurationError(
+            f"the module has no parameter or buffer {tensor_name!r}", found=type(module).__name__
+        )
     place = torch.device(device)
     new = old.detach() if value is None else torch.as_tensor(value)
     if new.shape != old.shape:
         raise ConfigurationError(
-            f"the value of {tensor_name} has a different shape", found=f"{list(new.shape)}, not {list(old.shape)}"
+            f"the value of {tensor_name} has a different shape",
+            found=f"{list(new.shape)}, not {list(old.shape)}",
         )
     if new.device.type == "meta" and place.type != "meta":
-        raise ConfigurationError(f"{tensor_name} has no values", found="the meta device", fix="pass value=...")
+        raise ConfigurationError(
+            f"{tensor_name} has no values", found="the meta device", fix="pass value=..."
+        )
     if value is not None and dtype is None:
         new = new.to(old.dtype)
     elif dtype is not None and new.is_floating_point():
         new = new.to(resolve_dtype(dtype))
     new = new.to(place, non_blocking=non_blocking)
-    if value is not None or new.dtype != old.dtype or new.device != old.device:  # else an optimizer keeps its parameter
+    if (
+        value is not None or new.dtype != old.dtype or new.device != old.device
+    ):  # else an optimizer keeps its parameter
         put(holder, key, parameter_like(old, new))
 
 
@@ -176,7 +191,9 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
         return False
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     ties = bool(getattr(text, "tie_word_embeddings", False)) and embeddings() is not None
-    both = getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False)
+    both = getattr(config, "is_encoder_decoder", False) and getattr(
+        config, "tie_encoder_decoder", False
+    )
     return ties or bool(both) or any(hasattr(part, "_tie_weights") for part in model.modules())
 
 
@@ -189,7 +206,10 @@ def check_tied_parameters_on_same_device(
         ConfigurationError: names of one parameter are on several devices.
     """
     for names in tied_params:
-        places = {name: next(device_map[key] for key in _above(name) if key in device_map) for name in names}
+        places = {
+            name: next(device_map[key] for key in _above(name) if key in device_map)
+            for name in names
+        }
         if len(set(places.values())) > 1:
             raise ConfigurationError(
                 "the device map puts a tied parameter on several devices",
@@ -206,7 +226,9 @@ def _above(name: str) -> Iterator[str]:
 
 
 def get_max_layer_size(
-    modules: Sequence[tuple[str, Any]], module_sizes: Mapping[str, int], no_split_module_classes: Sequence[str]
+    modules: Sequence[tuple[str, Any]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Sequence[str],
 ) -> tuple[int, list[str]]:
     """The size of the largest layer, and the names of the layers of that size.
 
@@ -236,8 +258,14 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         (84, (64, ['0']))
     """
     sizes = compute_module_sizes(model)
-    parts = [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
-    return sizes[""], get_max_layer_size(parts, sizes, getattr(model, "_no_split_modules", None) or [])
+    parts = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    return sizes[""], get_max_layer_size(
+        parts, sizes, getattr(model, "_no_split_modules", None) or []
+    )
 
 
 def load_state_dict(
@@ -437,13 +465,17 @@ class AlignDevicesHook(ModelHook):
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         self.input_device = find_device([args, kwargs]) if self.io_same_device else None
-        device = find_device([args, kwargs]) if self.execution_device is None else self.execution_device
+        device = (
+            find_device([args, kwargs]) if self.execution_device is None else self.execution_device
+        )
         if self.offload and self.weights_map is not None:
             for name, _ in self._offloaded(module):
                 set_module_tensor_to_device(module, name, device or "cpu", self.weights_map[name])
         if device is None:
             return args, kwargs
-        return send_to_device(args, device), send_to_device(kwargs, device, skip_keys=self.skip_keys)
+        return send_to_device(args, device), send_to_device(
+            kwargs, device, skip_keys=self.skip_keys
+        )
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         for name, _ in self._offloaded(module) if self.offload else ():
@@ -467,7 +499,9 @@ class CpuOffload(ModelHook):
         prev_module_hook: the hook of a model that is moved back to host memory when this one is called.
     """
 
-    def __init__(self, execution_device: int | str | torch.device | None = None, prev_module_hook: Any = None) -> None:
+    def __init__(
+        self, execution_device: int | str | torch.device | None = None, prev_module_hook: Any = None
+    ) -> None:
         self.prev_module_hook = prev_module_hook
         self.execution_device = torch.device(
             execution_device if execution_device is not None else present_accelerator() or "cpu"
@@ -480,7 +514,9 @@ class CpuOffload(ModelHook):
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         module.to(self.execution_device)
-        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(
+            kwargs, self.execution_device
+        )
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
@@ -524,7 +560,10 @@ _CARRIERS: Final = {1: torch.int8, 2: torch.int16}  # by size, for dtypes that N
 
 
 def offload_weight(
-    weight: Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: dict[str, Any] | None = None,
 ) -> dict[str, Any] | None:
     """Write a tensor to ``<weight_name>.dat``.
 
@@ -547,7 +586,9 @@ def offload_weight(
     return index
 
 
-def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+def load_offloaded_weight(
+    weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]
+) -> Tensor:
     """Read what `offload_weight` wrote.
 
     Args:
@@ -561,7 +602,9 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     return torch.from_numpy(content).view(dtype).reshape(weight_info["shape"])
 
 
-def save_offload_index(index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]) -> None:
+def save_offload_index(
+    index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
+) -> None:
     """Add an index to a folder's ``index.json``."""
     if index:
         file = Path(offload_folder) / "index.json"
@@ -598,7 +641,9 @@ def load_offloaded_weights(
         set_module_tensor_to_device(model, name, "cpu", weight)
 
 
-def extract_submodules_state_dict(state_dict: Mapping[str, Any], submodule_names: Sequence[str]) -> dict[str, Any]:
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Any], submodule_names: Sequence[str]
+) -> dict[str, Any]:
     """Return the entries of a state dict that belong to the named modules.
 
     Example:
@@ -628,7 +673,9 @@ class PrefixedDataset(Mapping[str, Any]):
         return self.dataset[f"{self.prefix}{key}"]
 
     def __iter__(self) -> Iterator[str]:
-        return (key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix))
+        return (
+            key.removeprefix(self.prefix) for key in self.dataset if key.startswith(self.prefix)
+        )
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -659,7 +706,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         device: Any = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ConfigurationError("no weights are given", fix="pass state_dict, save_folder or index")
+            raise ConfigurationError(
+                "no weights are given", fix="pass state_dict, save_folder or index"
+            )
         self.state_dict = state_dict or {}
         self.save_folder = save_folder
         if index is None and save_folder is not None:

@@ -99,7 +99,9 @@ _MODULES: Final = (
 PATHS: Final[dict[str, dict[str, str]]] = {path: dict(_NAMES) for path in _MODULES.split()}
 """The names at each module path: a name means the same at each path, so each path has all of them."""
 PATHS[""] = {"is_rich_available": "compat.accelerate_probes:is_rich_available"}
-PATHS["optimizer"]["__call__"] = "precision.optimizers:make_optimizer"  # `tk.optimizer` is a function, too
+PATHS["optimizer"]["__call__"] = (
+    "precision.optimizers:make_optimizer"  # `tk.optimizer` is a function, too
+)
 PATHS["utils.tqdm"]["__call__"] = "accelerator.script_names:tqdm"  # which `utils.tqdm` is, too
 
 _INSTEAD: Final = {

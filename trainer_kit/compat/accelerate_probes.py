@@ -108,13 +108,17 @@ def probe(word: str) -> Callable[..., bool]:
 
 def __getattr__(name: str) -> Any:
     word = name.removeprefix("is_").removesuffix("_available")
-    if name == f"is_{word}_available" and (word in _PACKAGES or word in _DEVICES or word in _ALWAYS):
+    if name == f"is_{word}_available" and (
+        word in _PACKAGES or word in _DEVICES or word in _ALWAYS
+    ):
         globals()[name] = found = probe(word)
         return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+def compare_versions(
+    library_or_version: str | Version, operation: str, requirement_version: str
+) -> bool:
     """Whether the version of an installed library, or a version, compares with another one.
 
     Args:
@@ -129,11 +133,24 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
         >>> compare_versions("torch", ">=", "2.0"), compare_versions(Version("1.2"), "==", "1.2.0")
         (True, True)
     """
-    one = Version(version(library_or_version)) if isinstance(library_or_version, str) else library_or_version
+    one = (
+        Version(version(library_or_version))
+        if isinstance(library_or_version, str)
+        else library_or_version
+    )
     two = Version(requirement_version)
-    results = {"<": one < two, "<=": one <= two, "==": one == two, "!=": one != two, ">=": one >= two, ">": one > two}
+    results = {
+        "<": one < two,
+        "<=": one <= two,
+        "==": one == two,
+        "!=": one != two,
+        ">=": one >= two,
+        ">": one > two,
+    }
     if operation not in results:
-        raise ConfigurationError(f"unknown comparison {operation!r}", fix=f"use one of: {', '.join(results)}")
+        raise ConfigurationError(
+            f"unknown comparison {operation!r}", fix=f"use one of: {', '.join(results)}"
+        )
     return results[operation]
 
 
@@ -150,7 +167,9 @@ def is_torch_version(operation: str, version: str) -> bool:
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Whether bitsandbytes is installed, at least in a version."""
     installed = importlib.util.find_spec("bitsandbytes") is not None
-    return installed and (min_version is None or compare_versions("bitsandbytes", ">=", min_version))
+    return installed and (
+        min_version is None or compare_versions("bitsandbytes", ">=", min_version)
+    )
 
 
 def is_habana_gaudi1() -> bool:

@@ -141,13 +141,29 @@ SAFE_WEIGHTS_PATTERN_NAME: Final = "model{suffix}.safetensors"
 SAFE_WEIGHTS_INDEX_NAME: Final = "model.safetensors.index.json"
 FSDP_MODEL_NAME: Final = "pytorch_model_fsdp"
 # Values in its configuration files.
-FSDP_SHARDING_STRATEGY: Final = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_SHARDING_STRATEGY: Final = [
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "HYBRID_SHARD_ZERO2",
+]
 FSDP_AUTO_WRAP_POLICY: Final = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 FSDP_BACKWARD_PREFETCH: Final = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
 FSDP_STATE_DICT_TYPE: Final = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 TORCH_DYNAMO_MODES: Final = ["default", "reduce-overhead", "max-autotune"]
 TORCH_DISTRIBUTED_OPERATION_TYPES: Final = [
-    *("DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA"),
+    *(
+        "DEEPSPEED",
+        "MULTI_GPU",
+        "FSDP",
+        "MEGATRON_LM",
+        "TP",
+        "MULTI_NPU",
+        "MULTI_MLU",
+        "MULTI_SDAA",
+        "MULTI_MUSA",
+    ),
     *("MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON"),
 ]
 
@@ -166,7 +182,9 @@ class BaseEnum(Enum):
 
 def _words(name: str, text: str, *kinds: type) -> Any:
     """An enumeration; ``text`` has names, or ``NAME=value``."""
-    pairs = [(key, value or key) for key, _, value in (word.partition("=") for word in text.split())]
+    pairs = [
+        (key, value or key) for key, _, value in (word.partition("=") for word in text.split())
+    ]
     made: Any = BaseEnum  # the functional form of an enumeration
     return made(name, pairs, module=__name__, **({"type": kinds[0]} if kinds else {}))
 
@@ -185,7 +203,9 @@ RNGType = _words(
     "TORCH=torch CUDA=cuda MLU=mlu SDAA=sdaa MUSA=musa NPU=npu XLA=xla XPU=xpu HPU=hpu NEURON=neuron "
     "GENERATOR=generator",
 )
-SageMakerDistributedType = _words("SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", str)
+SageMakerDistributedType = _words(
+    "SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", str
+)
 
 
 # -- nested tensors ----------------------------------------------------------------------------------------------------
@@ -258,14 +278,24 @@ def recursively_apply(
         >>> recursively_apply(torch.add, {"x": [torch.tensor(1), "a"]}, 2)
         {'x': [tensor(3), 'a']}
     """
-    leaves = Tensor if test_type is is_tensor else _Tested("Tested", (), {"test": staticmethod(test_type)})
+    leaves = (
+        Tensor
+        if test_type is is_tensor
+        else _Tested("Tested", (), {"test": staticmethod(test_type)})
+    )
     return map_leaves(
-        data, lambda leaf: func(leaf, *args, **kwargs), leaves, require_tensor if error_on_other_type else None
+        data,
+        lambda leaf: func(leaf, *args, **kwargs),
+        leaves,
+        require_tensor if error_on_other_type else None,
     )
 
 
 def send_to_device(
-    tensor: Any, device: Any, non_blocking: bool = False, skip_keys: str | Sequence[str] | None = None
+    tensor: Any,
+    device: Any,
+    non_blocking: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
 ) -> Any:
     """Move all tensors of a batch to ``device``.
 
@@ -283,7 +313,9 @@ def send_to_device(
     if not skip_keys or not isinstance(tensor, (Mapping, list, tuple)):
         return move_to_device(tensor, device, non_blocking)
     if not isinstance(tensor, Mapping):
-        return honor_type(tensor, [send_to_device(one, device, non_blocking, skip_keys) for one in tensor])
+        return honor_type(
+            tensor, [send_to_device(one, device, non_blocking, skip_keys) for one in tensor]
+        )
     skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys
     moved = {
         key: one if key in skipped else send_to_device(one, device, non_blocking, skip_keys)
@@ -319,7 +351,9 @@ def find_batch_size(data: Any) -> int:
         one = next(iter(one.values() if isinstance(one, Mapping) else one))
     if isinstance(one, Tensor) and one.ndim:
         return one.shape[0]
-    raise ConfigurationError("the first value of a batch is a tensor of one entry a sample", found=repr(one)[:80])
+    raise ConfigurationError(
+        "the first value of a batch is a tensor of one entry a sample", found=repr(one)[:80]
+    )
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
@@ -342,7 +376,9 @@ def listify(data: Any) -> Any:
     )  # sync point: the caller asks for Python numbers
 
 
-def slice_tensors(data: Any, tensor_slice: Any, process_index: Any = None, num_processes: Any = None) -> Any:
+def slice_tensors(
+    data: Any, tensor_slice: Any, process_index: Any = None, num_processes: Any = None
+) -> Any:
     """Replace each tensor in nested data by ``tensor[tensor_slice]``.
 
     Example:
@@ -470,7 +506,9 @@ def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[
         {'a': {'y': 2, 'x': 1}, 'b': 3}
     """
     for key, value in source.items():
-        destination[key] = merge_dicts(value, destination.get(key, {})) if isinstance(value, dict) else value
+        destination[key] = (
+            merge_dicts(value, destination.get(key, {})) if isinstance(value, dict) else value
+        )
     return destination
 
 
@@ -496,7 +534,9 @@ def check_os_kernel() -> None:
     """Warn of a Linux kernel older than 5.5, on which processes may hang."""
     found = re.match(r"\d+\.\d+(\.\d+)?", platform.release())
     if platform.system() == "Linux" and found is not None and Version(found[0]) < Version("5.5.0"):
-        warnings.warn(f"processes may hang on Linux {found[0]}; 5.5 or newer is recommended", stacklevel=2)
+        warnings.warn(
+            f"processes may hang on Linux {found[0]}; 5.5 or newer is recommended", stacklevel=2
+        )
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
@@ -541,14 +581,25 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
         ConfigurationError: the text is neither.
     """
     word = value.lower()
-    if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in ("n", "no", "f", "false", "off", "0"):
-        raise ConfigurationError("this is not a truth value", found=repr(value), fix="write true or false")
+    if word not in (yes := ("y", "yes", "t", "true", "on", "1")) and word not in (
+        "n",
+        "no",
+        "f",
+        "false",
+        "off",
+        "0",
+    ):
+        raise ConfigurationError(
+            "this is not a truth value", found=repr(value), fix="write true or false"
+        )
     return (word in yes) if to_bool else int(word in yes)
 
 
 def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
     """The first of these environment variables that holds a number of at least 0."""
-    return next((value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0), default)
+    return next(
+        (value for key in env_keys if (value := int(os.environ.get(key, -1))) >= 0), default
+    )
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
@@ -706,7 +757,9 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     found = getattr(model, "tp_size", None)
     if found is None:
-        found = config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+        found = (
+            config.get("tp_size") if isinstance(config, dict) else getattr(config, "tp_size", None)
+        )
     return found
 
 
@@ -717,7 +770,9 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
     while waiting:
         path, module = waiting.pop()
         ordered.append((path, module))
-        waiting += [(f"{path}.{name}" if path else name, child) for name, child in module.named_children()]
+        waiting += [
+            (f"{path}.{name}" if path else name, child) for name, child in module.named_children()
+        ]
     return [pair if return_fqns else pair[1] for pair in reversed(ordered)]
 
 

@@ -317,7 +317,8 @@ def find_usable_cuda_devices(num_devices: int = -1) -> list[int]:
         usable.append(index)
     if len(usable) < num_devices:
         raise ConfigurationError(
-            "there are fewer usable CUDA devices", found=f"num_devices={num_devices}, {len(usable)} usable"
+            "there are fewer usable CUDA devices",
+            found=f"num_devices={num_devices}, {len(usable)} usable",
         )
     return usable
 
@@ -327,7 +328,9 @@ def accelerator_of(device: torch.device) -> LightningAccelerator:
     word = "tpu" if device.type == "xla" else device.type
     cls = _CLASSES.get(word)
     if cls is None:
-        raise AttributeError(f"Lightning has no accelerator for {device.type}: trainer.strategy.device is the device")
+        raise AttributeError(
+            f"Lightning has no accelerator for {device.type}: trainer.strategy.device is the device"
+        )
     return cls()
 
 
@@ -350,7 +353,9 @@ def accelerator_word(accelerator: str | LightningAccelerator) -> str:
 
 def _check_type(device: torch.device, kind: str) -> None:
     if device.type != kind:
-        raise ConfigurationError(f"this accelerator drives devices of type {kind}", found=str(device))
+        raise ConfigurationError(
+            f"this accelerator drives devices of type {kind}", found=str(device)
+        )
 
 
 def _indices(devices: int | str | Sequence[int], count: int) -> list[int]:

@@ -27,11 +27,15 @@ class CheckpointIO(ABC):
     """
 
     @abstractmethod
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write a checkpoint."""
 
     @abstractmethod
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint."""
 
     @abstractmethod
@@ -53,7 +57,9 @@ class TorchCheckpointIO(CheckpointIO):
         {'step': 3}
     """
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         """Write a checkpoint; the directories above it are made.
 
         Args:
@@ -65,7 +71,9 @@ class TorchCheckpointIO(CheckpointIO):
             TypeError: for storage options, as in Lightning.
         """
         if storage_options is not None:
-            raise TypeError("TorchCheckpointIO takes no storage_options: set them in fsspec's configuration")
+            raise TypeError(
+                "TorchCheckpointIO takes no storage_options: set them in fsspec's configuration"
+            )
         file = locate(path)
         if isinstance(file, Path):
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +81,9 @@ class TorchCheckpointIO(CheckpointIO):
         torch.save(checkpoint, buffer)
         replace_file(file, buffer.getvalue())
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: Any, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Read a checkpoint onto a device, by default the CPU.
 
         Args:
@@ -86,7 +96,9 @@ class TorchCheckpointIO(CheckpointIO):
         """
         file = locate(path)
         source = file if isinstance(file, Path) else io.BytesIO(file.read_bytes())
-        content: dict[str, Any] = torch_load(source, "cpu" if map_location is None else map_location)
+        content: dict[str, Any] = torch_load(
+            source, "cpu" if map_location is None else map_location
+        )
         return content
 
     def remove_checkpoint(self, path: Any) -> None:

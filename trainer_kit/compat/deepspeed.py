@@ -36,7 +36,10 @@ _VARIABLES: Final = {
     "hf_ds_config": "deepspeed_config_file",
     "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
 }
-_NO_ENGINES: Final = ("parallelism_config", "torch_tp_plugin")  # refused with DeepSpeed by their own checks
+_NO_ENGINES: Final = (
+    "parallelism_config",
+    "torch_tp_plugin",
+)  # refused with DeepSpeed by their own checks
 _HALF: Final = {"bf16": "bf16", "fp16": "fp16"}
 
 
@@ -51,7 +54,9 @@ class DummyOptim:
         kwargs: further options of the optimizer, where the JSON has ``"auto"``.
     """
 
-    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+    def __init__(
+        self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any
+    ) -> None:
         self.params, self.lr, self.weight_decay, self.kwargs = params, lr, weight_decay, kwargs
 
 
@@ -79,7 +84,11 @@ class DummyScheduler:
     ) -> None:
         if lr_scheduler_callable is not None:
             raise refused("lr_scheduler_callable")
-        self.optimizer, self.total_num_steps, self.warmup_num_steps = optimizer, total_num_steps, warmup_num_steps
+        self.optimizer, self.total_num_steps, self.warmup_num_steps = (
+            optimizer,
+            total_num_steps,
+            warmup_num_steps,
+        )
         self.kwargs = kwargs
 
 
@@ -114,7 +123,9 @@ def made_scheduler(strategy: Strategy, given: Any, optimizer: Any, times: int = 
     if sections is None or sections.scheduler is None or optimizer is None:
         raise _nothing_named("scheduler", "DummyScheduler")
     arguments = {
-        "total_num_steps": None if given.total_num_steps is None else math.ceil(given.total_num_steps / times),
+        "total_num_steps": None
+        if given.total_num_steps is None
+        else math.ceil(given.total_num_steps / times),
         "warmup_num_steps": max(1, given.warmup_num_steps),
         **given.kwargs,
     }
@@ -181,7 +192,11 @@ class DeepSpeedPlugin:
     serves_alone = True
 
     def __post_init__(self) -> None:
-        from trainer_kit.strategies.deepspeed.config import from_launcher, read_config, with_arguments
+        from trainer_kit.strategies.deepspeed.config import (
+            from_launcher,
+            read_config,
+            with_arguments,
+        )
 
         if self.enable_msamp:
             raise refused("enable_msamp")
@@ -192,7 +207,12 @@ class DeepSpeedPlugin:
         config = getattr(self.hf_ds_config, "config", self.hf_ds_config)
         given = {
             name: str(value)
-            for name in ("zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device")
+            for name in (
+                "zero_stage",
+                "gradient_clipping",
+                "offload_optimizer_device",
+                "offload_param_device",
+            )
             if (value := getattr(self, name)) is not None and value != "auto"
         }
         if self.transformer_moe_cls_names is not None:
@@ -221,7 +241,9 @@ class DeepSpeedPlugin:
         try:
             self.gradient_accumulation_steps = int(given)
         except (TypeError, ValueError):
-            self.gradient_accumulation_steps = micro_batches(given, "DeepSpeedPlugin(gradient_accumulation_steps=...)")
+            self.gradient_accumulation_steps = micro_batches(
+                given, "DeepSpeedPlugin(gradient_accumulation_steps=...)"
+            )
         if written not in ("auto", self.gradient_accumulation_steps):
             raise ConfigurationError(
                 "DeepSpeed's JSON and the plugin contradict each other",
@@ -241,7 +263,9 @@ class DeepSpeedPlugin:
         try:
             integrations: Any = importlib.import_module("transformers.integrations")
         except ImportError as error:
-            raise ConfigurationError("zero3_init_flag needs transformers, which is not installed") from error
+            raise ConfigurationError(
+                "zero3_init_flag needs transformers, which is not installed"
+            ) from error
         explicit = {key: value for key, value in self.deepspeed_config.items() if value != "auto"}
         explicit.setdefault("train_micro_batch_size_per_gpu", 1)
         self._known_to_transformers = integrations.HfDeepSpeedConfig(explicit)
@@ -322,7 +346,9 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     """The DeepSpeed plugins among an Accelerator's arguments, by name; one alone, or the launcher's, is "default"."""
     one, several = given.get("deepspeed_plugin"), given.get("deepspeed_plugins")
     if one is not None and several is not None:
-        raise ConfigurationError("two arguments set DeepSpeed plugins", found="deepspeed_plugin and deepspeed_plugins")
+        raise ConfigurationError(
+            "two arguments set DeepSpeed plugins", found="deepspeed_plugin and deepspeed_plugins"
+        )
     chosen = several if one is None else one
     launched = variable("distributed_type")
     if chosen is None and launched is not None and launched.value == "DEEPSPEED":
@@ -333,5 +359,7 @@ def named_plugins(given: Mapping[str, Any]) -> dict[str, DeepSpeedPlugin]:
     found = dict(chosen) if isinstance(chosen, Mapping) else {"default": chosen}
     for name, plugin in found.items():
         if not isinstance(plugin, DeepSpeedPlugin):
-            raise ConfigurationError("expected a DeepSpeedPlugin", found=f"{name}: {type(plugin).__name__}")
+            raise ConfigurationError(
+                "expected a DeepSpeedPlugin", found=f"{name}: {type(plugin).__name__}"
+            )
     return found

@@ -76,8 +76,12 @@ def suggested_max_num_workers(local_world_size: int) -> int:
         1
     """
     if local_world_size < 1:
-        raise ConfigurationError("a machine runs at least one process", found=f"local_world_size={local_world_size}")
-    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        raise ConfigurationError(
+            "a machine runs at least one process", found=f"local_world_size={local_world_size}"
+        )
+    processors = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return max(1, processors // local_world_size - 1)
 
 
@@ -122,7 +126,10 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
     """
     missing = []
     for name, part in module.named_modules():
-        tensors: Iterable[torch.Tensor] = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        tensors: Iterable[torch.Tensor] = [
+            *part.parameters(recurse=False),
+            *part.buffers(recurse=False),
+        ]
         if not any(tensor.is_meta for tensor in tensors):
             continue
         reset = getattr(part, "reset_parameters", None)
@@ -140,7 +147,9 @@ def materialize_meta_tensors(module: nn.Module, device: torch.device) -> None:
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str], output_file: str | os.PathLike[str], tag: str | None = None
+    checkpoint_dir: str | os.PathLike[str],
+    output_file: str | os.PathLike[str],
+    tag: str | None = None,
 ) -> dict[str, Any]:
     """Write the whole float32 weights of a checkpoint directory into one file that ``torch.load`` reads.
 
@@ -159,7 +168,9 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     directory = locate(checkpoint_dir)
     content = read_module(directory if tag is None else directory / tag)
     weights = {
-        name: value.float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        name: value.float()
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
         for name, value in content["state_dict"].items()
     }
     state = {"state_dict": weights, "hyper_parameters": dict(content["hyper_parameters"])}

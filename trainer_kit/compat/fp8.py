@@ -55,7 +55,9 @@ class AORecipeKwargs(FP8Recipe):
         from trainer_kit.precision.torchao import Float8Precision
 
         made = Float8Precision(
-            config=self.config, module_filter=self.module_filter_func, ends=self.module_filter_func is not None
+            config=self.config,
+            module_filter=self.module_filter_func,
+            ends=self.module_filter_func is not None,
         )
         names = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
@@ -108,7 +110,9 @@ class TERecipeKwargs(FP8Recipe):
             from transformer_engine.common.recipe import MXFP8BlockScaling
 
             recipe = MXFP8BlockScaling()
-        return TransformerEnginePrecision("bf16-mixed", recipe, evaluate=self.use_autocast_during_eval)
+        return TransformerEnginePrecision(
+            "bf16-mixed", recipe, evaluate=self.use_autocast_during_eval
+        )
 
 
 @dataclass
@@ -134,7 +138,11 @@ class MSAMPRecipeKwargs(FP8Recipe):
         )
 
 
-_BACKENDS: Mapping[str, type[FP8Recipe]] = {"TE": TERecipeKwargs, "AO": AORecipeKwargs, "MSAMP": MSAMPRecipeKwargs}
+_BACKENDS: Mapping[str, type[FP8Recipe]] = {
+    "TE": TERecipeKwargs,
+    "AO": AORecipeKwargs,
+    "MSAMP": MSAMPRecipeKwargs,
+}
 
 
 def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
@@ -149,7 +157,9 @@ def FP8RecipeKwargs(backend: str | None = None, **options: Any) -> FP8Recipe:
     """
     word = (backend or "TE").upper()
     if word not in _BACKENDS:
-        raise ConfigurationError("unknown fp8 backend", found=repr(backend), fix=did_you_mean(word, _BACKENDS))
+        raise ConfigurationError(
+            "unknown fp8 backend", found=repr(backend), fix=did_you_mean(word, _BACKENDS)
+        )
     return _BACKENDS[word](**options)
 
 
@@ -171,7 +181,9 @@ def launched_recipe() -> FP8Recipe | None:
         try:
             value = option.value(str(found.value))
         except ValueError as error:
-            raise ConfigurationError(f"{found.origin}: {name} {error}", found=repr(found.value)) from None
+            raise ConfigurationError(
+                f"{found.origin}: {name} {error}", found=repr(found.value)
+            ) from None
         given["fp8_format" if name == "fp8_format" else name.removeprefix("fp8_")] = value
     if not given:
         return None
@@ -185,5 +197,7 @@ def launched_recipe() -> FP8Recipe | None:
 
 def launched_precision(precision: Any) -> Any:
     """For ``"fp8"``, the precision of the launcher's recipe, if it has one; other values are returned unchanged."""
-    recipe = launched_recipe() if isinstance(precision, str) and precision.lower() == "fp8" else None
+    recipe = (
+        launched_recipe() if isinstance(precision, str) and precision.lower() == "fp8" else None
+    )
     return precision if recipe is None else recipe.make_precision()

@@ -196,15 +196,21 @@ class Transformer(nn.Module):
         super().__init__()
         self.pos_encoder = _Position(ninp, dropout)
         self.embedding = nn.Embedding(vocab_size, ninp)
-        self.transformer = nn.Transformer(ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True)
+        self.transformer = nn.Transformer(
+            ninp, nhead, nlayers, nlayers, nhid, dropout, batch_first=True
+        )
         self.decoder = nn.Linear(ninp, vocab_size)
         self.ninp, self.vocab_size = ninp, vocab_size
 
     def forward(self, inputs: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:
         """Word numbers of shape (samples, length), twice; returns log probabilities (samples × length, words)."""
         if mask is None:
-            mask = nn.Transformer.generate_square_subsequent_mask(inputs.size(1), device=inputs.device)
-        source, target = (self.pos_encoder(self.embedding(words) * self.ninp**0.5) for words in (inputs, target))
+            mask = nn.Transformer.generate_square_subsequent_mask(
+                inputs.size(1), device=inputs.device
+            )
+        source, target = (
+            self.pos_encoder(self.embedding(words) * self.ninp**0.5) for words in (inputs, target)
+        )
         words = self.decoder(self.transformer(source, target, tgt_mask=mask))
         return nn.functional.log_softmax(words, dim=-1).view(-1, self.vocab_size)
 
@@ -224,12 +230,18 @@ class _Position(nn.Module):
 class WikiText2(Dataset[tuple[Tensor, Tensor]]):
     """Blocks of ``wikitext-2.txt`` in a directory as word numbers, and the same blocks one word later."""
 
-    def __init__(self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True) -> None:
+    def __init__(
+        self, data_dir: Path = Path("./data"), block_size: int = 35, download: bool = True
+    ) -> None:
         self.path = Path(data_dir) / "wikitext-2.txt"
         if download and not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
             urlretrieve(_WORDS, self.path)
-        words = [word for line in self.path.read_text("utf8").splitlines() for word in (*line.split(), "<eos>")]
+        words = [
+            word
+            for line in self.path.read_text("utf8").splitlines()
+            for word in (*line.split(), "<eos>")
+        ]
         self.dictionary = {word: number for number, word in enumerate(dict.fromkeys(words))}
         self.data = torch.tensor([self.dictionary[word] for word in words])
         self.block_size = block_size
@@ -318,14 +330,20 @@ class MNISTDataModule(DataModule):
         return self._loader(self.dataset_val)
 
     def test_dataloader(self) -> Any:
-        return self._loader(MNIST(self.data_dir, train=False, download=False, transform=self.default_transforms))
+        return self._loader(
+            MNIST(self.data_dir, train=False, download=False, transform=self.default_transforms)
+        )
 
     @property
     def default_transforms(self) -> Any:
         """To a tensor, and with ``normalize`` to [-1, 1]."""
         known = torchvision().transforms
         change = known.ToTensor()
-        return known.Compose([change, known.Normalize(mean=(0.5,), std=(0.5,))]) if self.normalize else change
+        return (
+            known.Compose([change, known.Normalize(mean=(0.5,), std=(0.5,))])
+            if self.normalize
+            else change
+        )
 
     def _loader(self, images: Any, shuffle: bool = False) -> Any:
         options: dict[str, Any] = {

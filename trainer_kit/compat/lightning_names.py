@@ -11,7 +11,9 @@ LIBRARY: Final = "Lightning"
 
 def _at(module: str, *names: str, **renamed: str) -> dict[str, str]:
     """The names that one module defines; keywords map Lightning's name to a different name there."""
-    return {name: f"{module}:{name}" for name in names} | {name: f"{module}:{own}" for name, own in renamed.items()}
+    return {name: f"{module}:{name}" for name in names} | {
+        name: f"{module}:{own}" for name, own in renamed.items()
+    }
 
 
 def _utilities(*names: str, **renamed: str) -> dict[str, str]:
@@ -42,7 +44,9 @@ _RANK_ZERO = _utilities(
     "rank_zero_only",
     "rank_zero_warn",
 )
-_SUMMARY = _at("callbacks.model_summary", "summarize", LayerSummary="SummaryRow", ModelSummary="summarize")
+_SUMMARY = _at(
+    "callbacks.model_summary", "summarize", LayerSummary="SummaryRow", ModelSummary="summarize"
+)
 _TYPES = {
     **_utilities(
         "DistributedDataParallel",
@@ -99,7 +103,9 @@ _PARSING = _at(
     "is_picklable",
     "parse_class_init_keys",
 )
-_REGISTRY = _at("build", STRATEGY_REGISTRY="STRATEGY_REGISTRY", StrategyRegistry="STRATEGY_REGISTRY")
+_REGISTRY = _at(
+    "build", STRATEGY_REGISTRY="STRATEGY_REGISTRY", StrategyRegistry="STRATEGY_REGISTRY"
+)
 _TQDM = _at("compat.lightning_tqdm", "Tqdm")
 _ZERO = _at("compat.fabric_names", "convert_zero_checkpoint_to_fp32_state_dict")
 _WORDS = _at("compat.lightning_demos", "LightningTransformer", "Transformer", "WikiText2")
@@ -109,7 +115,10 @@ _SERVED = _at("compat.lightning_serve", "ServableModule", "ServableModuleValidat
 PATHS: Final[dict[str, dict[str, str]]] = {
     "": _utilities("cli_lightning_logo"),
     "accelerators": _ACCELERATORS,
-    **{f"accelerators.{name}": _ACCELERATORS for name in ("accelerator", "cpu", "cuda", "mps", "xla")},
+    **{
+        f"accelerators.{name}": _ACCELERATORS
+        for name in ("accelerator", "cpu", "cuda", "mps", "xla")
+    },
     "callbacks.base": _CALLBACK,
     "callbacks.batch_size_finder": _at("callbacks.tuning", "BatchSizeFinder"),
     "callbacks.callback": _CALLBACK,
@@ -128,16 +137,26 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     },
     "callbacks.progress.base": _at("callbacks.progress_bar", "ProgressBar"),
     "callbacks.progress.progress_bar": _at("callbacks.progress_bar", "ProgressBar"),
-    "callbacks.progress.rich_progress": _at("callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"),
+    "callbacks.progress.rich_progress": _at(
+        "callbacks.rich_displays", "RichProgressBar", "RichProgressBarTheme"
+    ),
     "callbacks.progress.tqdm_progress": _at("callbacks.progress_bar", "TQDMProgressBar") | _TQDM,
     "callbacks.rich_model_summary": _at("callbacks.rich_displays", "RichModelSummary"),
     "callbacks.spike": _at("callbacks.bad_steps", "SpikeDetection"),
-    "callbacks.stochastic_weight_avg": _at("callbacks.weight_averaging", "StochasticWeightAveraging"),
+    "callbacks.stochastic_weight_avg": _at(
+        "callbacks.weight_averaging", "StochasticWeightAveraging"
+    ),
     "callbacks.throughput_monitor": _at("callbacks.monitors", "ThroughputMonitor"),
     "cli": {
         "__call__": "commands.cli:cli",
         **_at("commands.cli", "SaveConfigCallback"),
-        **_at("commands.lightning_cli", "ArgsType", "LightningArgumentParser", "LightningCLI", "instantiate_class"),
+        **_at(
+            "commands.lightning_cli",
+            "ArgsType",
+            "LightningArgumentParser",
+            "LightningCLI",
+            "instantiate_class",
+        ),
         **_utilities(
             "LRSchedulerCallable",
             "LRSchedulerTypeTuple",
@@ -168,19 +187,24 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     },
     "demos.mnist_datamodule": _at("compat.lightning_demos", "MNIST", "MNISTDataModule"),
     "demos.transformer": _WORDS,
-    "loggers.base": _utilities("rank_zero_experiment") | _at("core.protocols", "Logger", LightningLoggerBase="Logger"),
+    "loggers.base": _utilities("rank_zero_experiment")
+    | _at("core.protocols", "Logger", LightningLoggerBase="Logger"),
     "loggers.logger": {
         **_at("core.protocols", "Logger"),
         **_at("loggers.layout", "DummyLogger"),
         **_utilities("rank_zero_experiment"),
     },
     "plugins": _PRECISIONS | _CHECKPOINT_IOS,
-    **{f"plugins.io{name}": _CHECKPOINT_IOS for name in ("", ".checkpoint_plugin", ".torch_plugin")},
+    **{
+        f"plugins.io{name}": _CHECKPOINT_IOS for name in ("", ".checkpoint_plugin", ".torch_plugin")
+    },
     "plugins.precision": _PRECISIONS,
     "plugins.precision.amp": _at("precision.native", "MixedPrecision"),
     "plugins.precision.bitsandbytes": _at("precision.bitsandbytes", "BitsandbytesPrecision"),
     "plugins.precision.precision": _at("precision.precision", "Precision"),
-    "plugins.precision.transformer_engine": _at("precision.transformer_engine", "TransformerEnginePrecision"),
+    "plugins.precision.transformer_engine": _at(
+        "precision.transformer_engine", "TransformerEnginePrecision"
+    ),
     "profiler": _PROFILERS,
     "profilers": _PROFILERS,
     "profilers.advanced": _at("callbacks.profilers", "AdvancedProfiler"),
@@ -203,7 +227,9 @@ PATHS: Final[dict[str, dict[str, str]]] = {
     "utilities.apply_func": _MOVE | _utilities("apply_to_collection"),
     "utilities.cloud_io": _utilities("get_filesystem"),
     "utilities.combined_loader": _LOADER,
-    "utilities.data": _utilities("AttributeDict", "PossibleUserWarning", "extract_batch_size", "has_iterable_dataset"),
+    "utilities.data": _utilities(
+        "AttributeDict", "PossibleUserWarning", "extract_batch_size", "has_iterable_dataset"
+    ),
     "utilities.distributed": _RANK_ZERO,
     "utilities.enums": _utilities("GradClipAlgorithmType", "LightningEnum"),
     "utilities.exceptions": _utilities("MisconfigurationException"),
@@ -225,12 +251,24 @@ PATHS: Final[dict[str, dict[str, str]]] = {
 }
 """By module path, its names and where they are defined; an existing module has priority."""
 
-_FABRIC = ("apply_func", "cloud_io", "data", "distributed", "exceptions", "rank_zero", "seed", "types", "warnings")
+_FABRIC = (
+    "apply_func",
+    "cloud_io",
+    "data",
+    "distributed",
+    "exceptions",
+    "rank_zero",
+    "seed",
+    "types",
+    "warnings",
+)
 PATHS.update({f"fabric.utilities.{path}": PATHS[f"utilities.{path}"] for path in _FABRIC})
 _FABRIC_CLASS = _at("accelerator.fabric", "Fabric")
 PATHS.update({"fabric.utilities": _UTILITIES, "fabric.plugins": _PRECISIONS | _CHECKPOINT_IOS})
 PATHS.update({"fabric": {**_FABRIC_CLASS, **_SEED}, "fabric.fabric": _FABRIC_CLASS})
-PATHS["fabric.utilities.cloud_io"] = PATHS["utilities.cloud_io"] | _at("compat.fabric_names", _load="load_file")
+PATHS["fabric.utilities.cloud_io"] = PATHS["utilities.cloud_io"] | _at(
+    "compat.fabric_names", _load="load_file"
+)
 PATHS["fabric.utilities.data"] = {
     **PATHS["utilities.data"],
     **_at("compat.fabric_names", "has_len", "sized_len", "suggested_max_num_workers"),
@@ -252,28 +290,43 @@ PATHS.update(
     {
         "fabric.loggers": {
             **_at("core.protocols", "Logger"),
-            **_utilities(CSVLogger="fabric_csv_logger", TensorBoardLogger="fabric_tensorboard_logger"),
+            **_utilities(
+                CSVLogger="fabric_csv_logger", TensorBoardLogger="fabric_tensorboard_logger"
+            ),
         },
         "fabric.loggers.csv_logs": _utilities(CSVLogger="fabric_csv_logger"),
-        "fabric.loggers.logger": _at("core.protocols", "Logger") | _utilities("rank_zero_experiment"),
+        "fabric.loggers.logger": _at("core.protocols", "Logger")
+        | _utilities("rank_zero_experiment"),
         "fabric.loggers.tensorboard": _utilities(TensorBoardLogger="fabric_tensorboard_logger"),
-        **{f"fabric.{path}": PATHS[path] for path in PATHS if path.startswith(("accelerators", "plugins."))},
+        **{
+            f"fabric.{path}": PATHS[path]
+            for path in PATHS
+            if path.startswith(("accelerators", "plugins."))
+        },
         "fabric.accelerators.registry": _ACCELERATORS,
         "fabric.plugins.io.checkpoint_io": _CHECKPOINT_IOS,
         "fabric.plugins.io.torch_io": _CHECKPOINT_IOS,
         "fabric.strategies.deepspeed": _at("strategies", "DeepSpeedStrategy"),
         "fabric.strategies.registry": _REGISTRY,
         "fabric.utilities.enums": PATHS["utilities.enums"],
-        "fabric.utilities.init": _at("compat.fabric_names", _materialize_meta_tensors="materialize_meta_tensors"),
+        "fabric.utilities.init": _at(
+            "compat.fabric_names", _materialize_meta_tensors="materialize_meta_tensors"
+        ),
         "fabric.utilities.load": _at("compat.fabric_names", _lazy_load="lazy_load"),
         "fabric.utilities.throughput": _at(
-            "compat.throughput", "Throughput", "ThroughputMonitor", "get_available_flops", "measure_flops"
+            "compat.throughput",
+            "Throughput",
+            "ThroughputMonitor",
+            "get_available_flops",
+            "measure_flops",
         ),
         "fabric.utilities.imports": _utilities("_IS_WINDOWS"),
         "fabric.strategies": _FABRIC_STRATEGIES,
         "fabric.strategies.ddp": _at("strategies.ddp", "DDPStrategy"),
         "fabric.strategies.fsdp": _at("strategies.fsdp", "FSDPStrategy"),
-        "fabric.strategies.model_parallel": _utilities(ModelParallelStrategy="fabric_model_parallel"),
+        "fabric.strategies.model_parallel": _utilities(
+            ModelParallelStrategy="fabric_model_parallel"
+        ),
         "fabric.strategies.parallel": _utilities("ParallelStrategy"),
         "fabric.strategies.single_device": _at("strategies.single", "SingleDeviceStrategy"),
         "fabric.strategies.strategy": _at("strategies.strategy", "Strategy"),
@@ -296,7 +349,9 @@ PATHS["fabric.utilities.types"] = {
 }
 _COLLECTIVES = _at("compat.torch_collective", "Collective", "TorchCollective")
 PATHS["fabric.plugins.collectives"] = _COLLECTIVES
-PATHS["fabric.plugins.collectives.collective"] = PATHS["fabric.plugins.collectives.torch_collective"] = {
+PATHS["fabric.plugins.collectives.collective"] = PATHS[
+    "fabric.plugins.collectives.torch_collective"
+] = {
     **_COLLECTIVES,
     **_GROUPS,
 }
@@ -321,15 +376,32 @@ _ONLY_ELSEWHERE = (
     "utilities.compile",
     "utilities.parameter_tying",
     "utilities.signature_utils",
-    *(f"fabric.plugins.precision.{name}" for name in ("deepspeed", "double", "fsdp", "half", "utils", "xla")),
-    *("fabric.plugins.io.xla", "fabric.strategies.dp", "fabric.strategies.single_xla", "fabric.strategies.xla"),
+    *(
+        f"fabric.plugins.precision.{name}"
+        for name in ("deepspeed", "double", "fsdp", "half", "utils", "xla")
+    ),
+    *(
+        "fabric.plugins.io.xla",
+        "fabric.strategies.dp",
+        "fabric.strategies.single_xla",
+        "fabric.strategies.xla",
+    ),
     "fabric.strategies.xla_fsdp",
     *(
         f"{room}.environments{name}"
         for room in ("plugins", "fabric.plugins")
         for name in (
             "",
-            *(".cluster_environment", ".kubeflow", ".lightning", ".lsf", ".mpi", ".slurm", ".torchelastic", ".xla"),
+            *(
+                ".cluster_environment",
+                ".kubeflow",
+                ".lightning",
+                ".lsf",
+                ".mpi",
+                ".slurm",
+                ".torchelastic",
+                ".xla",
+            ),
         )
     ),
 )
@@ -337,7 +409,8 @@ PATHS.update({path: {} for path in _ONLY_ELSEWHERE})
 
 _CHECKPOINT_IO = "leave it out: checkpoints are directories written in the background; Trainer(async_save=False) waits"
 _ENVIRONMENT = (
-    "leave it out: torchrun, SLURM and MPI are found by their variables; trainer_kit.core.environment reads them"
+    "leave it out: torchrun, SLURM and MPI are found by their variables; "
+    "trainer_kit.core.environment reads them"
 )
 _HARDWARE = 'Trainer(accelerator="cpu"), "gpu" or what torch calls the device; trainer.strategy.device is its device'
 _LOOP = "this library has no loop objects; Trainer arguments and callback hooks change what the loop does"

@@ -10,7 +10,13 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-__all__ = ["clean_namespace", "collect_init_args", "get_init_args", "is_picklable", "parse_class_init_keys"]
+__all__ = [
+    "clean_namespace",
+    "collect_init_args",
+    "get_init_args",
+    "is_picklable",
+    "parse_class_init_keys",
+]
 
 
 def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
@@ -25,7 +31,11 @@ def parse_class_init_keys(cls: type) -> tuple[str, str | None, str | None]:
     parameters = list(inspect.signature(cls.__init__).parameters.values())  # type: ignore[misc]
     names = {parameter.kind: parameter.name for parameter in parameters}
     first = parameters[0].name
-    return first, names.get(inspect.Parameter.VAR_POSITIONAL), names.get(inspect.Parameter.VAR_KEYWORD)
+    return (
+        first,
+        names.get(inspect.Parameter.VAR_POSITIONAL),
+        names.get(inspect.Parameter.VAR_KEYWORD),
+    )
 
 
 def get_init_args(frame: FrameType) -> dict[str, Any]:
@@ -46,7 +56,10 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
 
 
 def collect_init_args(
-    frame: FrameType, path_args: list[dict[str, Any]], inside: bool = False, classes: tuple[type, ...] = ()
+    frame: FrameType,
+    path_args: list[dict[str, Any]],
+    inside: bool = False,
+    classes: tuple[type, ...] = (),
 ) -> list[dict[str, Any]]:
     """The arguments of every constructor in the chain that runs in a frame and its callers.
 

@@ -24,7 +24,9 @@ class ServableModule(nn.Module):
         """An example of a request: ``{"body": {name: value}}``."""
         raise self._missing("configure_payload")
 
-    def configure_serialization(self) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
+    def configure_serialization(
+        self,
+    ) -> tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]:
         """Functions by name that read the values of a request, and that write the values of a response."""
         raise self._missing("configure_serialization")
 
@@ -58,7 +60,9 @@ class ServableModuleValidator(Callback):
         ConfigurationError: the module is not a `ServableModule`, or its response differs.
     """
 
-    def __init__(self, optimization: str | None = None, exit_on_failure: bool = True, **options: Any) -> None:
+    def __init__(
+        self, optimization: str | None = None, exit_on_failure: bool = True, **options: Any
+    ) -> None:
         unknown = options.keys() - {"server", "host", "port", "timeout"}
         if unknown:
             raise ConfigurationError("unknown arguments", found=", ".join(sorted(unknown)))
@@ -94,4 +98,7 @@ class ServableModuleValidator(Callback):
 
 
 def _each(functions: dict[str, Callable[..., Any]], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: functions[name](value) if name in functions else value for name, value in values.items()}
+    return {
+        name: functions[name](value) if name in functions else value
+        for name, value in values.items()
+    }

@@ -99,7 +99,11 @@ LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 LRSchedulerPLType = LRSchedulerTypeUnion
 LRSchedulerConfigType = dict[str, Any]
 OptimizerLRScheduler = (
-    Optimizer | Sequence[Optimizer] | tuple[Sequence[Optimizer], Sequence[Any]] | Mapping[str, Any] | None
+    Optimizer
+    | Sequence[Optimizer]
+    | tuple[Sequence[Optimizer], Sequence[Any]]
+    | Mapping[str, Any]
+    | None
 )
 OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
 LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
@@ -109,7 +113,9 @@ _METRIC = Tensor | int | float
 _EVALUATE_OUTPUT = list[Mapping[str, float]]
 _PREDICT_OUTPUT = list[Any] | list[list[Any]]
 _IS_WINDOWS = os.name == "nt"
-_RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (find_spec(name) is not None for name in ("rich", "torchvision"))
+_RICH_AVAILABLE, _TORCHVISION_AVAILABLE = (
+    find_spec(name) is not None for name in ("rich", "torchvision")
+)
 FLOAT16_EPSILON, FLOAT32_EPSILON, FLOAT64_EPSILON = (
     torch.finfo(dtype).eps for dtype in (torch.float16, torch.float32, torch.float64)
 )
@@ -153,12 +159,16 @@ def rank_zero_experiment(function: Callable[[Any], _Returned]) -> Callable[[Any]
 
     @wraps(function)
     def experiment(self: Any) -> Any:
-        return function(self) if getattr(rank_zero_only, "rank", 0) == 0 else DummyLogger().experiment
+        return (
+            function(self) if getattr(rank_zero_only, "rank", 0) == 0 else DummyLogger().experiment
+        )
 
     return experiment
 
 
-def is_overridden(method_name: str, instance: object | None = None, parent: type[object] | None = None) -> bool:
+def is_overridden(
+    method_name: str, instance: object | None = None, parent: type[object] | None = None
+) -> bool:
     """Whether a class defines a method that its parent has.
 
     Args:
@@ -177,9 +187,13 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
     if instance is None:
         return False
     if parent is None:
-        parent = next((cls for cls in (TrainModule, DataModule, Callback) if isinstance(instance, cls)), None)
+        parent = next(
+            (cls for cls in (TrainModule, DataModule, Callback) if isinstance(instance, cls)), None
+        )
     if parent is None:
-        raise ConfigurationError(f"the base class of {type(instance).__name__} is unknown", fix="pass parent=")
+        raise ConfigurationError(
+            f"the base class of {type(instance).__name__} is unknown", fix="pass parent="
+        )
     return _is_overridden(method_name, instance, parent)
 
 
@@ -199,7 +213,9 @@ def get_filesystem(path: Any, **options: Any) -> Any:
     return url_to_fs(str(path), **options)[0]
 
 
-def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, float]:
+def grad_norm(
+    module: nn.Module, norm_type: float | int | str, group_separator: str = "/"
+) -> dict[str, float]:
     """The norm of each parameter's gradient and of all gradients; a sync point.
 
     Args:
@@ -218,9 +234,17 @@ def grad_norm(module: nn.Module, norm_type: float | int | str, group_separator: 
     """
     order = float(norm_type)
     if not order > 0:
-        raise ConfigurationError("the order of a norm is a positive number", found=f"norm_type={norm_type}")
-    found = {name: p.grad.detach().norm(order) for name, p in module.named_parameters() if p.grad is not None}
-    norms = {f"grad_{order}_norm{group_separator}{name}": float(norm) for name, norm in found.items()}
+        raise ConfigurationError(
+            "the order of a norm is a positive number", found=f"norm_type={norm_type}"
+        )
+    found = {
+        name: p.grad.detach().norm(order)
+        for name, p in module.named_parameters()
+        if p.grad is not None
+    }
+    norms = {
+        f"grad_{order}_norm{group_separator}{name}": float(norm) for name, norm in found.items()
+    }
     if norms:
         norms[f"grad_{order}_norm_total"] = float(torch.stack(list(found.values())).norm(order))
     return norms
@@ -238,7 +262,11 @@ def isolate_rng(include_cuda: bool = True) -> Iterator[None]:
     Args:
         include_cuda: include the current accelerator.
     """
-    device = torch.accelerator.current_accelerator() if include_cuda and torch.accelerator.is_available() else None
+    device = (
+        torch.accelerator.current_accelerator()
+        if include_cuda and torch.accelerator.is_available()
+        else None
+    )
     with preserved_rng(device):
         yield
 
@@ -281,7 +309,8 @@ class ParallelStrategy(metaclass=_AnyParallel):
 
     def __init_subclass__(cls) -> None:
         raise ConfigurationError(
-            "ParallelStrategy is only for isinstance checks", fix="subclass trainer_kit.strategies.Strategy"
+            "ParallelStrategy is only for isinstance checks",
+            fix="subclass trainer_kit.strategies.Strategy",
         )
 
 
@@ -290,7 +319,9 @@ def fabric_csv_logger(root_dir: _PATH, *args: Any, **kwargs: Any) -> CSVLogger:
     return CSVLogger(root_dir, *args, **kwargs)
 
 
-def fabric_model_parallel(parallelize_fn: Callable[[nn.Module, Any], nn.Module], *args: Any, **kwargs: Any) -> Strategy:
+def fabric_model_parallel(
+    parallelize_fn: Callable[[nn.Module, Any], nn.Module], *args: Any, **kwargs: Any
+) -> Strategy:
     """`ModelParallelStrategy` under the names of Fabric's arguments: what divides the module comes first."""
     from trainer_kit.strategies.model_parallel import ModelParallelStrategy
 

@@ -114,6 +114,8 @@ class MegatronLMPlugin:
     def make_strategy(self, process_group_backend: str | None = None, **options: Any) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
         if process_group_backend is not None:
-            raise ConfigurationError("Megatron creates its own groups", found=f"backend={process_group_backend!r}")
+            raise ConfigurationError(
+                "Megatron creates its own groups", found=f"backend={process_group_backend!r}"
+            )
         made: Strategy = STRATEGIES.get("megatron")(**self.options, **options)
         return made

@@ -148,7 +148,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """Torch's own options, copied."""
-        return {name: value for name, value in super().to_dict().items() if not name.startswith("comm_")}
+        return {
+            name: value for name, value in super().to_dict().items() if not name.startswith("comm_")
+        }
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `DDPStrategy`."""
@@ -165,8 +167,14 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """The communication hook, as arguments of `DDPStrategy`."""
         kinds = [_hook_type(word) for word in (self.comm_hook, self.comm_wrapper)]
         hook, wrapper = map(_HOOKS.get, kinds)
-        found = {"ddp_comm_hook": hook, "ddp_comm_wrapper": wrapper, "ddp_comm_state": self.comm_state_option or None}
-        check_comm_hook(*(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")))
+        found = {
+            "ddp_comm_hook": hook,
+            "ddp_comm_wrapper": wrapper,
+            "ddp_comm_state": self.comm_state_option or None,
+        }
+        check_comm_hook(
+            *(found[name] for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"))
+        )
         return found
 
 
@@ -362,12 +370,24 @@ _OF_FSDP1: Final[Mapping[str, tuple[tuple[str, ...], str]]] = {
     "fsdp_version": (("2",), "this is FSDP2; leave it out"),
     "backward_prefetch": ((), "FSDP2 gathers the next unit ahead by itself; leave it out"),
     "forward_prefetch": (("False",), "FSDP2 gathers the next unit ahead by itself; leave it out"),
-    "limit_all_gathers": (("True",), "FSDP2 frees what it gathered without waiting for the host; leave it out"),
+    "limit_all_gathers": (
+        ("True",),
+        "FSDP2 frees what it gathered without waiting for the host; leave it out",
+    ),
     "use_orig_params": (("True",), "parameters keep their names and objects; leave it out"),
-    "param_init_fn": ((), "modules on the meta device are initialised by their reset_parameters; define that"),
-    "sync_module_states": (("True",), "all ranks start with rank 0's weights; load the same weights, or leave it out"),
+    "param_init_fn": (
+        (),
+        "modules on the meta device are initialised by their reset_parameters; define that",
+    ),
+    "sync_module_states": (
+        ("True",),
+        "all ranks start with rank 0's weights; load the same weights, or leave it out",
+    ),
     "state_dict_config": ((), "save_state writes shards, save_model whole weights; leave it out"),
-    "optim_state_dict_config": ((), "save_state writes shards, and any strategy loads them; leave it out"),
+    "optim_state_dict_config": (
+        (),
+        "save_state writes shards, and any strategy loads them; leave it out",
+    ),
 }
 """For each option without effect, the values that FSDP2 always uses, and what to do instead."""
 
@@ -433,7 +453,10 @@ class FullyShardedDataParallelPlugin:
         for name, (same, why) in _OF_FSDP1.items():
             value = getattr(self, name)
             if value is not None and str(value) not in same:
-                warnings.warn(f"FullyShardedDataParallelPlugin({name}={value!r}) has no effect: {why}", stacklevel=3)
+                warnings.warn(
+                    f"FullyShardedDataParallelPlugin({name}={value!r}) has no effect: {why}",
+                    stacklevel=3,
+                )
 
     def make_strategy(self, **options: Any) -> Strategy:
         """Make the strategy; ``options`` are further arguments of it."""
@@ -448,7 +471,11 @@ class FullyShardedDataParallelPlugin:
         engine = variable("distributed_type")
         launched = engine is not None and engine.value == "FSDP"
         given = (
-            {name: str(chosen.value) for name in FSDP_KEYS if (chosen := variable(name)) is not None}
+            {
+                name: str(chosen.value)
+                for name in FSDP_KEYS
+                if (chosen := variable(name)) is not None
+            }
             if launched
             else {}
         )
@@ -544,7 +571,9 @@ def micro_batches(steps: Any, owner: str) -> int:
     """
     if not isinstance(steps, Integral) or steps < 1:
         raise ConfigurationError(
-            "a step needs at least one micro-batch", found=f"{steps!r} for {owner}", fix="pass 1 or more"
+            "a step needs at least one micro-batch",
+            found=f"{steps!r} for {owner}",
+            fix="pass 1 or more",
         )
     return int(steps)
 
@@ -559,7 +588,9 @@ def check_kind(name: str, value: Any, kind: type) -> None:
     """
     if not isinstance(value, kind):
         raise ConfigurationError(
-            f"{name} takes a {kind.__name__}", found=f"{name}={value!r}", fix=f"pass {kind.__name__}(...)"
+            f"{name} takes a {kind.__name__}",
+            found=f"{name}={value!r}",
+            fix=f"pass {kind.__name__}(...)",
         )
 
 
@@ -577,7 +608,9 @@ def check_arguments(given: Mapping[str, Any]) -> None:
         if (value := given[name]) is not None and value not in (True, False):
             raise ConfigurationError(f"{name} is True or False", found=f"{name}={value!r}")
     if not isinstance(given["seed"], Integral | None) or (given["seed"] or 0) < 0:
-        raise ConfigurationError("seed must be a whole number from 0", found=f"seed={given['seed']!r}")
+        raise ConfigurationError(
+            "seed must be a whole number from 0", found=f"seed={given['seed']!r}"
+        )
 
 
 _RECORDS: Final = {
@@ -612,6 +645,8 @@ def by_kind(handlers: Any) -> dict[type, Any]:
             )
         handler.__post_init__()  # a field may have been set since
         if type(handler) in found:
-            raise ConfigurationError("two kwargs handlers have the same class", found=type(handler).__name__)
+            raise ConfigurationError(
+                "two kwargs handlers have the same class", found=type(handler).__name__
+            )
         found[type(handler)] = handler
     return found

@@ -185,7 +185,9 @@ class ParallelismConfig:
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self.sizes[axis] != 1]
 
-    def make_strategy(self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: Any) -> Strategy:
+    def make_strategy(
+        self, fsdp: FullyShardedDataParallelPlugin | None = None, **options: Any
+    ) -> Strategy:
         """Make the mesh strategy.
 
         Args:
@@ -245,6 +247,8 @@ def _size(name: str, given: int | None) -> int:
         size = 0
     if size < 1 and size != -1:
         raise ConfigurationError(
-            "a mesh axis needs at least 1 rank", found=f"{name}={text!r}", fix="pass 1 or more, or -1"
+            "a mesh axis needs at least 1 rank",
+            found=f"{name}={text!r}",
+            fix="pass 1 or more, or -1",
         )
     return size

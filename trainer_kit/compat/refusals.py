@@ -15,8 +15,14 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
         "the launcher sets the rendezvous address of the processes",
         "leave it out: start them with torchrun or trainer-kit launch, or set MASTER_ADDR and MASTER_PORT",
     ),
-    "lomo_backward": ("LOMO optimizers are not supported", "accelerator.backward(loss), optimizer.step()"),
-    "lr_scheduler_callable": ("DummyScheduler takes no function", "call the function, and prepare its scheduler"),
+    "lomo_backward": (
+        "LOMO optimizers are not supported",
+        "accelerator.backward(loss), optimizer.step()",
+    ),
+    "lr_scheduler_callable": (
+        "DummyScheduler takes no function",
+        "call the function, and prepare its scheduler",
+    ),
     "offload_activations": (
         "activation offloading needs ranks that shard parameters",
         "dp_shard_size=2 or more, or leave activation_checkpointing_offload out",
@@ -42,7 +48,10 @@ _REFUSED: Final[dict[str, tuple[str, str | None]]] = {
         "the main process sends whole batches, and slices none",
         "leave it out; the loader's collate_fn makes the batches",
     ),
-    "sp_size": ("sp_size is not supported", "use cp_size, and accelerator.maybe_context_parallel(...)"),
+    "sp_size": (
+        "sp_size is not supported",
+        "use cp_size, and accelerator.maybe_context_parallel(...)",
+    ),
     "torch_device_mesh": ("the Accelerator creates the device mesh", "pass only tp_size"),
 }
 """By name of the argument, value or method: the problem and the fix."""

@@ -14,7 +14,11 @@ from trainer_kit.core.errors import ConfigurationError
 
 __all__ = ["Throughput", "ThroughputMonitor", "get_available_flops", "measure_flops"]
 
-_PRECISION_OF: Final = {torch.float32: "32-true", torch.float16: "16-true", torch.bfloat16: "bf16-true"}
+_PRECISION_OF: Final = {
+    torch.float32: "32-true",
+    torch.float16: "16-true",
+    torch.bfloat16: "bf16-true",
+}
 
 
 class Throughput:
@@ -42,7 +46,11 @@ class Throughput:
     """
 
     def __init__(
-        self, available_flops: float | None = None, world_size: int = 1, window_size: int = 100, separator: str = "/"
+        self,
+        available_flops: float | None = None,
+        world_size: int = 1,
+        window_size: int = 100,
+        separator: str = "/",
     ) -> None:
         if world_size < 1 or window_size < 2:
             raise ConfigurationError(
@@ -55,7 +63,13 @@ class Throughput:
         self._flops: deque[int] = deque(maxlen=window_size)
 
     def update(
-        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
+        self,
+        *,
+        time: float,
+        batches: int,
+        samples: int,
+        lengths: int | None = None,
+        flops: int | None = None,
     ) -> None:
         """Record the totals of this device so far.
 
@@ -73,14 +87,17 @@ class Throughput:
         totals = (time, batches, samples, lengths)
         found = f"time={time}, batches={batches}, samples={samples}, lengths={lengths}"
         if samples < batches or (lengths is not None and lengths < samples):
-            raise ConfigurationError("a batch has at least one sample, and a sample one item", found=found)
+            raise ConfigurationError(
+                "a batch has at least one sample, and a sample one item", found=found
+            )
         if self._updates:
             previous = self._updates[-1]
             if (previous[3] is None) != (lengths is None):
                 raise ConfigurationError("lengths= must be in every update or in none", found=found)
             if time <= previous[0] or _decrease(previous[1:], totals[1:]):
                 raise ConfigurationError(
-                    "update takes totals since the loop began, which grow", found=f"{found}, after {previous}"
+                    "update takes totals since the loop began, which grow",
+                    found=f"{found}, after {previous}",
                 )
         self._updates.append(totals)
         if flops is not None:
@@ -101,7 +118,10 @@ class Throughput:
         if len(self._updates) < self.window_size:
             return values
         seconds = last[0] - first[0]
-        rates = {"batches": (last[1] - first[1]) / seconds, "samples": (last[2] - first[2]) / seconds}
+        rates = {
+            "batches": (last[1] - first[1]) / seconds,
+            "samples": (last[2] - first[2]) / seconds,
+        }
         if first[3] is not None and last[3] is not None:
             rates["items"] = (last[3] - first[3]) / seconds
         if len(self._flops) == self.window_size:
@@ -138,17 +158,27 @@ class ThroughputMonitor(Throughput):
     def __init__(self, fabric: Any, **options: Any) -> None:
         peak = None
         if fabric.device.type == "cuda":
-            peak = device_peak(torch.cuda.get_device_name(fabric.device), fabric.strategy.precision.name)
+            peak = device_peak(
+                torch.cuda.get_device_name(fabric.device), fabric.strategy.precision.name
+            )
         super().__init__(available_flops=peak, world_size=fabric.world_size, **options)
         self._fabric = fabric
         self.step = -1
 
     def update(
-        self, *, time: float, batches: int, samples: int, lengths: int | None = None, flops: int | None = None
+        self,
+        *,
+        time: float,
+        batches: int,
+        samples: int,
+        lengths: int | None = None,
+        flops: int | None = None,
     ) -> None:
         """See `Throughput.update`."""
         if self._fabric.is_global_zero:
-            super().update(time=time, batches=batches, samples=samples, lengths=lengths, flops=flops)
+            super().update(
+                time=time, batches=batches, samples=samples, lengths=lengths, flops=flops
+            )
 
     def compute(self) -> dict[str, float]:
         """See `Throughput.compute`; empty on ranks other than 0."""
@@ -167,7 +197,9 @@ class ThroughputMonitor(Throughput):
 
 
 def measure_flops(
-    model: nn.Module, forward_fn: Callable[[], Tensor], loss_fn: Callable[[Tensor], Tensor] | None = None
+    model: nn.Module,
+    forward_fn: Callable[[], Tensor],
+    loss_fn: Callable[[Tensor], Tensor] | None = None,
 ) -> int:
     """Count the FLOPs of a forward, and of its backward if there is a loss.
 
@@ -210,4 +242,6 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> float
 
 
 def _decrease(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    return any(a is not None and b is not None and b < a for a, b in zip(before, after, strict=True))
+    return any(
+        a is not None and b is not None and b < a for a, b in zip(before, after, strict=True)
+    )

@@ -47,7 +47,8 @@ class Collective:
         """
         if self._group is None:
             raise ConfigurationError(
-                f"this {type(self).__name__} has no group", fix="collective.create_group(ranks=[...])"
+                f"this {type(self).__name__} has no group",
+                fix="collective.create_group(ranks=[...])",
             )
         found: CollectibleGroup = self._group
         return found
@@ -95,7 +96,9 @@ class TorchCollective(Collective):
             ConfigurationError: the object has a group already.
         """
         if self._group is not None:
-            raise ConfigurationError(f"this {type(self).__name__} has a group already", fix="call teardown() first")
+            raise ConfigurationError(
+                f"this {type(self).__name__} has a group already", fix="call teardown() first"
+            )
         self._group = self.new_group(**options)
         return self
 
@@ -184,7 +187,9 @@ class TorchCollective(Collective):
         dist.reduce_scatter(output, input_list, _operation(op), group=self.group)
         return output
 
-    def all_to_all(self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]) -> list[Tensor]:
+    def all_to_all(
+        self, output_tensor_list: list[Tensor], input_tensor_list: list[Tensor]
+    ) -> list[Tensor]:
         """Send one tensor of a list to each rank."""
         dist.all_to_all(output_tensor_list, input_tensor_list, group=self.group)
         return output_tensor_list
@@ -205,7 +210,9 @@ class TorchCollective(Collective):
         dist.all_gather_object(object_list, obj, group=self.group)
         return object_list
 
-    def broadcast_object_list(self, object_list: list[Any], src: int, device: torch.device | None = None) -> list[Any]:
+    def broadcast_object_list(
+        self, object_list: list[Any], src: int, device: torch.device | None = None
+    ) -> list[Any]:
         """Overwrite a list with that of one rank."""
         dist.broadcast_object_list(object_list, src, group=self.group, device=device)
         return object_list
@@ -216,10 +223,15 @@ class TorchCollective(Collective):
         return object_gather_list
 
     def scatter_object_list(
-        self, scatter_object_output_list: list[Any], scatter_object_input_list: list[Any], src: int = 0
+        self,
+        scatter_object_output_list: list[Any],
+        scatter_object_input_list: list[Any],
+        src: int = 0,
     ) -> list[Any]:
         """Overwrite the first item of a list with this rank's object of a list of one rank."""
-        dist.scatter_object_list(scatter_object_output_list, scatter_object_input_list, src, group=self.group)
+        dist.scatter_object_list(
+            scatter_object_output_list, scatter_object_input_list, src, group=self.group
+        )
         return scatter_object_output_list
 
     def barrier(self, device_ids: list[int] | None = None) -> None:
@@ -227,7 +239,9 @@ class TorchCollective(Collective):
         if isinstance(self.group, dist.ProcessGroup):
             dist.barrier(group=self.group, device_ids=device_ids)
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
         """As `barrier`, with an error that names the ranks that did not come in time; gloo only."""
         dist.monitored_barrier(group=self.group, timeout=timeout, wait_all_ranks=wait_all_ranks)
 
@@ -238,14 +252,20 @@ def _operation(op: Any) -> Any:
         return op
     known = [name.lower() for name in RedOpType.__members__]
     if op.lower() not in known:
-        raise ConfigurationError(f"unknown reduction {op!r}", fix=did_you_mean(op, known, otherwise=", ".join(known)))
+        raise ConfigurationError(
+            f"unknown reduction {op!r}", fix=did_you_mean(op, known, otherwise=", ".join(known))
+        )
     return getattr(ReduceOp, op.upper())
 
 
 @contextmanager
 def _set(**variables: Any) -> Iterator[None]:
     """Set environment variables that have no value; remove them afterwards."""
-    missing = {name: str(value) for name, value in variables.items() if value is not None and name not in os.environ}
+    missing = {
+        name: str(value)
+        for name, value in variables.items()
+        if value is not None and name not in os.environ
+    }
     os.environ.update(missing)
     try:
         yield

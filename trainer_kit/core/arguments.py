@@ -32,7 +32,10 @@ __all__ = [
     "word_of",
 ]
 
-_SWITCHES = {"bool": bool, "bool | None": bool | None}  # what `known_arguments` checks, as annotated
+_SWITCHES = {
+    "bool": bool,
+    "bool | None": bool | None,
+}  # what `known_arguments` checks, as annotated
 _Taken = ParamSpec("_Taken")
 _Returned = TypeVar("_Returned")
 
@@ -62,7 +65,10 @@ def check_fields(record: Any) -> None:
     for one in fields(record):
         value = getattr(record, one.name, one.default)
         if not _fits(value, hints[one.name]):
-            if isinstance(value, Real) and timedelta in (hints[one.name], *get_args(hints[one.name])):
+            if isinstance(value, Real) and timedelta in (
+                hints[one.name],
+                *get_args(hints[one.name]),
+            ):
                 check_timeout(value, f"{cls.__name__}({one.name}=...)")
             raise ConfigurationError(
                 f"{cls.__name__}.{one.name} has the wrong type",
@@ -90,7 +96,13 @@ def typed_arguments(owner: str, make: Callable[_Taken, _Returned]) -> Callable[_
         except TypeError:  # Python's own error names the argument
             given = {}
         for name in given.keys() & kinds.keys():
-            check_type(owner, name, given[name], kinds[name], inspect.signature(make).parameters[name].annotation)
+            check_type(
+                owner,
+                name,
+                given[name],
+                kinds[name],
+                inspect.signature(make).parameters[name].annotation,
+            )
         return make(*args, **kwargs)
 
     return checked
@@ -128,7 +140,9 @@ def _plain_hints(make: Callable[..., Any]) -> dict[str, Any]:
     except NameError:  # as in `_hints`
         return {}
     several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    single = [one.name for one in inspect.signature(make).parameters.values() if one.kind not in several]
+    single = [
+        one.name for one in inspect.signature(make).parameters.values() if one.kind not in several
+    ]
     return {name: hints[name] for name in single if name in hints and _is_plain(hints[name])}
 
 
@@ -157,7 +171,9 @@ def check_timeout(timeout: Any, owner: str) -> None:
         fix = f"from datetime import timedelta; timeout=timedelta(seconds={timeout})"
     else:
         fix = "timeout=timedelta(minutes=30)"
-    raise ConfigurationError(f"the timeout of {owner} must be a timedelta", found=f"timeout={timeout!r}", fix=fix)
+    raise ConfigurationError(
+        f"the timeout of {owner} must be a timedelta", found=f"timeout={timeout!r}", fix=fix
+    )
 
 
 def positive(record: Any, *names: str) -> None:
@@ -165,7 +181,9 @@ def positive(record: Any, *names: str) -> None:
     for name in names:
         value = getattr(record, name)
         if value is not None and not value > 0:
-            raise ConfigurationError(f"{type(record).__name__}.{name} is above zero", found=f"{name}={value!r}")
+            raise ConfigurationError(
+                f"{type(record).__name__}.{name} is above zero", found=f"{name}={value!r}"
+            )
 
 
 @cache
@@ -203,7 +221,9 @@ def _fits_class(value: Any, kind: type, parts: tuple[Any, ...]) -> bool:
         return isinstance(value, os.PathLike)
     if issubclass(kind, Mapping):
         return isinstance(value, Mapping) and all(
-            _fits(part, what) for item in value.items() for part, what in zip(item, parts, strict=False)
+            _fits(part, what)
+            for item in value.items()
+            for part, what in zip(item, parts, strict=False)
         )
     if kind in (list, tuple, collections.abc.Sequence):
         several = isinstance(value, Collection) and not isinstance(value, (str, bytes, Mapping))
@@ -241,7 +261,10 @@ def word_of(value: Any) -> str:
 
 
 def refuse_unknown(
-    owner: str, unknown: Mapping[str, Any], known: Collection[str], former: Mapping[str, str] = MappingProxyType({})
+    owner: str,
+    unknown: Mapping[str, Any],
+    known: Collection[str],
+    former: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise `ConfigurationError` for the first of the unknown arguments, if there is one.
 
@@ -252,10 +275,14 @@ def refuse_unknown(
         former: as for `known_arguments`.
     """
     for name, value in unknown.items():
-        fix = former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
+        fix = (
+            former[name].format(value=repr(value)) if name in former else did_you_mean(name, known)
+        )
         text = repr(value)
         text = text if len(text) <= 100 and "\n" not in text else f"a {type(value).__name__}"
-        raise ConfigurationError(f"{owner} has no argument {name!r}", found=f"{name}={text}", fix=fix)
+        raise ConfigurationError(
+            f"{owner} has no argument {name!r}", found=f"{name}={text}", fix=fix
+        )
 
 
 def known_arguments(
@@ -316,19 +343,29 @@ def call_check(
     owner = method.__qualname__.removesuffix(".__init__")
 
     def check(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        refuse_unknown(owner, {name: value for name, value in kwargs.items() if name not in known}, known, former)
+        refuse_unknown(
+            owner,
+            {name: value for name, value in kwargs.items() if name not in known},
+            known,
+            former,
+        )
         if len(args) - 1 > positional and not several:
             first = args[positional + 1]
             is_module = any(kind.__name__ == "Module" for kind in type(first).__mro__)
-            some = f"{positional} arguments without a name" if positional else "its arguments by name"
+            some = (
+                f"{positional} arguments without a name" if positional else "its arguments by name"
+            )
             raise ConfigurationError(
                 f"{owner} takes {some}",
-                found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}") + " without a name",
+                found=(f"a {type(first).__name__}" if is_module else f"{first!r:.100}")
+                + " without a name",
                 fix=former.get("module" if is_module else "", f"such as {(named or known)[0]}=..."),
             )
         for name in needed:
             if name not in kwargs and (name in named or known.index(name) >= len(args) - 1):
-                raise ConfigurationError(f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=...")
+                raise ConfigurationError(
+                    f"{owner} needs {name}", found=f"no {name}", fix=f"pass {name}=..."
+                )
         for name, value in (*zip(list(parameters)[1:], args[1:], strict=False), *kwargs.items()):
             check_type(owner, name, value, switches[name], parameters[name].annotation)
 

@@ -21,7 +21,9 @@ from trainer_kit.core.location import RemotePath
 
 __all__ = ["Hidden", "Process", "discard_torn", "hidden_path", "replace_file", "sync_directory"]
 
-_PATTERN: Final = re.compile(r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL)
+_PATTERN: Final = re.compile(
+    r"\.(.+)\.([1-9]\d{0,9})-([0-9a-f]{6})([0-9a-f]{6})[0-9a-f]{6}\.(tmp|old)", re.DOTALL
+)
 
 
 _Place = TypeVar("_Place", Path, RemotePath)

@@ -83,7 +83,9 @@ def shared_error(error: Exception, rank: int) -> TrainerKitError:
     """Convert ``error`` for the other ranks: a `RankError` unless it is ours, for it may not be picklable."""
     if isinstance(error, TrainerKitError):
         return error
-    return RankError(f"rank {rank}: {type(error).__name__}: {error}", fix=f"see what rank {rank} printed")
+    return RankError(
+        f"rank {rank}: {type(error).__name__}: {error}", fix=f"see what rank {rank} printed"
+    )
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -131,7 +133,9 @@ def same_everywhere(group: Group, call: str, data: Any) -> None:
         compare(group, f"{call}({signature(data)})")
 
 
-def compare(group: Group, call: str, numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)) -> list[list[float]]:
+def compare(
+    group: Group, call: str, numbers: tuple[float, float, float] = (0.0, 0.0, 0.0)
+) -> list[list[float]]:
     """Compare ``call`` over the ranks, and exchange a few numbers, in one CPU collective of fixed size.
 
     Args:
@@ -145,7 +149,9 @@ def compare(group: Group, call: str, numbers: tuple[float, float, float] = (0.0,
     Raises:
         RankError: on every rank, if ``call`` differs; the message has the text of each.
     """
-    digest = int.from_bytes(hashlib.blake2b(call.encode(), digest_size=6).digest(), "little")  # exact in a float64
+    digest = int.from_bytes(
+        hashlib.blake2b(call.encode(), digest_size=6).digest(), "little"
+    )  # exact in a float64
     rows = group.agree([digest, *numbers])
     if all(row[0] == rows[0][0] for row in rows):
         return [row[1:] for row in rows]

@@ -72,7 +72,9 @@ def _launcher_origins(environ: Mapping[str, str]) -> Mapping[str, Any]:
     return origins if isinstance(origins, dict) else {}
 
 
-def choose(name: str, argument: Any, default: Any, environ: Mapping[str, str] = os.environ) -> Chosen:
+def choose(
+    name: str, argument: Any, default: Any, environ: Mapping[str, str] = os.environ
+) -> Chosen:
     """The argument, else the value in the environment, else the default.
 
     Args:
@@ -118,7 +120,8 @@ def steps_of(chosen: Chosen) -> int:
         return int(chosen.value)
     except (TypeError, ValueError):
         raise ConfigurationError(
-            "gradient_accumulation_steps is a whole number", found=f"{chosen.value!r} ({chosen.origin})"
+            "gradient_accumulation_steps is a whole number",
+            found=f"{chosen.value!r} ({chosen.origin})",
         ) from None
 
 

@@ -108,11 +108,14 @@ def optimizer_bytes(optimizers: Iterable[Optimizer], costs: Costs) -> int | None
     for optimizer in optimizers:
         if optimizer.state:
             found += sum(
-                part_bytes(v for v in own.values() if isinstance(v, Tensor)) for own in optimizer.state.values()
+                part_bytes(v for v in own.values() if isinstance(v, Tensor))
+                for own in optimizer.state.values()
             )
             continue
         sizes = _SIZES.get(type(optimizer))
-        if sizes is None or costs.parameters is None:  # the tensors that this rank steps are not known either
+        if (
+            sizes is None or costs.parameters is None
+        ):  # the tensors that this rank steps are not known either
             return None
         for group in optimizer.param_groups:
             like = [tensor for tensor in costs.stepped(group["params"]) if tensor.requires_grad]
@@ -144,7 +147,9 @@ def _bytes_of_a_number(group: Mapping[str, Any]) -> int:
 
 def _held(sizes: Sequence[tuple[int | None, str]]) -> str:
     """The sizes as text; unknown ones are named last."""
-    known = ", ".join(f"{in_units(number)} of {what}" for number, what in sizes if number is not None)
+    known = ", ".join(
+        f"{in_units(number)} of {what}" for number, what in sizes if number is not None
+    )
     unknown = " and ".join(what for number, what in sizes if number is None)
     return "; ".join(filter(None, [known, unknown and f"sizes known only in the run: {unknown}"]))
 
@@ -165,7 +170,11 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
         a step sends nothing
     """
     state = None if optimizers is None else optimizer_bytes(optimizers, costs)
-    held = [(costs.parameters, "parameters"), (costs.gradients, "gradients"), (state, "optimizer state")]
+    held = [
+        (costs.parameters, "parameters"),
+        (costs.gradients, "gradients"),
+        (state, "optimizer state"),
+    ]
     if costs.masters:
         held.append((costs.masters, "parameters in full precision"))
     lines = [
@@ -174,5 +183,7 @@ def cost_lines(costs: Costs, optimizers: Sequence[Optimizer] | None) -> list[str
     ]
     if costs.during:
         lines.append(f"{'':<13}{costs.during}")
-    lines += [f"{'' if index else 'a step sends':<13}{what}" for index, what in enumerate(costs.exchanges)]
+    lines += [
+        f"{'' if index else 'a step sends':<13}{what}" for index, what in enumerate(costs.exchanges)
+    ]
     return lines if costs.exchanges else [*lines, "a step sends nothing"]

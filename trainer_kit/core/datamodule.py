@@ -94,7 +94,9 @@ class DataModule(DataHooks, HParamsMixin):
             num_workers: loader workers; also passed to the constructor if it takes it.
             datamodule_kwargs: further arguments of the constructor of ``cls``.
         """
-        made: DataModule = construct(cls, {"batch_size": batch_size, "num_workers": num_workers}, datamodule_kwargs)
+        made: DataModule = construct(
+            cls, {"batch_size": batch_size, "num_workers": num_workers}, datamodule_kwargs
+        )
         given: Iterable[tuple[str, Any]] = (
             ("train", train_dataset),
             ("val", val_dataset),
@@ -103,7 +105,9 @@ class DataModule(DataHooks, HParamsMixin):
         )
         for name, dataset in given:
             if dataset is not None:
-                load = partial(_load, dataset, name == "train", batch_size=batch_size, num_workers=num_workers)
+                load = partial(
+                    _load, dataset, name == "train", batch_size=batch_size, num_workers=num_workers
+                )
                 setattr(made, f"{name}_dataloader", load)
         return made
 
@@ -114,4 +118,6 @@ def _load(dataset: Any, shuffle: bool, **options: Any) -> Any:
         return {name: _load(part, shuffle, **options) for name, part in dataset.items()}
     if isinstance(dataset, Sequence) and not isinstance(dataset, (str, Dataset)):
         return [_load(part, shuffle, **options) for part in dataset]
-    return DataLoader(dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **options)
+    return DataLoader(
+        dataset, shuffle=shuffle and not isinstance(dataset, IterableDataset), **options
+    )

@@ -74,7 +74,10 @@ def _rows() -> list[Device]:
     # Rates of tensor cores are the dense ones: NVIDIA's sheets give them with sparsity, which is twice as much.
     # Products of consumer cards are summed in float32. An MI250X is two devices, each with half of what its sheet
     # gives. Rates of links are those of one direction: the sheets give the sum of both.
-    return [Device(**row) for row in json.loads(files(__package__).joinpath("device_table.json").read_text("utf-8"))]
+    return [
+        Device(**row)
+        for row in json.loads(files(__package__).joinpath("device_table.json").read_text("utf-8"))
+    ]
 
 
 _OTHER_CHIPS: Final = frozenset(("Ti", "SUPER", "D", "Laptop", "Mobile", "Max", "MIG", "GRID"))
@@ -88,7 +91,9 @@ def known_devices() -> dict[str, Device]:
         >>> sorted(known_devices())[:3]
         ['a100-40', 'a100-80', 'a10g']
     """
-    return {row.name.lower().replace(" ", "-").removesuffix("gb"): row for row in _rows() if row.memory}
+    return {
+        row.name.lower().replace(" ", "-").removesuffix("gb"): row for row in _rows() if row.memory
+    }
 
 
 def find_device(word: str) -> Device:
@@ -101,11 +106,15 @@ def find_device(word: str) -> Device:
         >>> find_device("H200").memory, find_device("a100-40").bandwidth
         (141, 1555)
     """
-    key = word.lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-").removesuffix("gb")
+    key = (
+        word.lower().replace(" ", "-").replace("_", "-").removeprefix("nvidia-").removesuffix("gb")
+    )
     key, known = _OTHER_WORDS.get(key, key), known_devices()
     if key not in known:
         raise ConfigurationError(
-            "this device has no known data sheet", found=repr(word), fix=did_you_mean(key, sorted(known))
+            "this device has no known data sheet",
+            found=repr(word),
+            fix=did_you_mean(key, sorted(known)),
         )
     return known[key]
 

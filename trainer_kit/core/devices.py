@@ -120,12 +120,19 @@ def free_memory(device: torch.device) -> int | None:
     limits, used = _numbers(_LIMITS), _numbers(_USED)
     if not limits or not used:
         return free
-    cached = next((_table(name).get("inactive_file", 0) for name in _STATISTICS if os.access(name, os.R_OK)), 0)
-    return max(0, min(free, min(limits) - used[0] + cached))  # the kernel can reclaim the page cache
+    cached = next(
+        (_table(name).get("inactive_file", 0) for name in _STATISTICS if os.access(name, os.R_OK)),
+        0,
+    )
+    return max(
+        0, min(free, min(limits) - used[0] + cached)
+    )  # the kernel can reclaim the page cache
 
 
 def _host_memory() -> int | None:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    return (
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else None
+    )
 
 
 def _numbers(names: tuple[str, ...]) -> list[int]:
@@ -171,5 +178,6 @@ def ran_out_of_memory(error: BaseException) -> bool:
         (True, False)
     """
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and any(text.lower() in str(error).lower() for text in _FULL)
+        isinstance(error, RuntimeError)
+        and any(text.lower() in str(error).lower() for text in _FULL)
     )

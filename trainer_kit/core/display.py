@@ -11,7 +11,16 @@ from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any, Final, final
 
-__all__ = ["MASK", "Svg", "Text", "bar_class", "holds_secret", "in_units", "mask_secrets", "mask_text"]
+__all__ = [
+    "MASK",
+    "Svg",
+    "Text",
+    "bar_class",
+    "holds_secret",
+    "in_units",
+    "mask_secrets",
+    "mask_text",
+]
 
 
 @final
@@ -155,7 +164,9 @@ def _mask(value: Any, secret: str, found: list[bool]) -> Any:
             return masked
         return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+        fields = {
+            field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)
+        }
         number = len(found)
         masked_fields = _mask(fields, secret, found)
         return masked_fields if len(found) > number else value

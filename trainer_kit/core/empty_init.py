@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["EmptyInit"]
 
-_INITIALIZERS: Final = frozenset(function for function in vars(init).values() if isfunction(function))
+_INITIALIZERS: Final = frozenset(
+    function for function in vars(init).values() if isfunction(function)
+)
 _RANDOM: Final = frozenset(("uniform_", "normal_", "trunc_normal_", "bernoulli_", "exponential_"))
 
 
@@ -35,7 +37,9 @@ class EmptyInit(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _INITIALIZERS:
             return kwargs["tensor"] if "tensor" in kwargs else args[0]
-        if sys._getframe(1).f_globals is vars(init):  # a function that torch does not pass on to modes
+        if sys._getframe(1).f_globals is vars(
+            init
+        ):  # a function that torch does not pass on to modes
             if func.__name__ in _RANDOM:
                 return args[0]
             if func is torch.randperm:

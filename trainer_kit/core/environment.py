@@ -38,7 +38,12 @@ except OSError:  # the directory was deleted
 """The working directory when the library was imported: relative paths on the command line refer to it."""
 
 _MPI: Final = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -171,9 +176,13 @@ def _torchrun(variables: _Variables) -> Environment | None:
         local_world_size=local_world,
         node_rank=variables.number("GROUP_RANK", "NODE_RANK", default=rank // max(local_world, 1)),
         master_addr=variables.text("MASTER_ADDR", "127.0.0.1" if local_world >= world else None),
-        master_port=variables.number("MASTER_PORT", default=_DEFAULT_PORT if local_world >= world else None),
+        master_port=variables.number(
+            "MASTER_PORT", default=_DEFAULT_PORT if local_world >= world else None
+        ),
         source="torchrun",
-        restart_count=variables.number("TRAINER_KIT_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", default=0),
+        restart_count=variables.number(
+            "TRAINER_KIT_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", default=0
+        ),
     )
 
 
@@ -194,7 +203,10 @@ def _slurm(variables: _Variables) -> Environment | None:
         raise LaunchError("SLURM_NODEID is beyond the nodes of the step", found=variables.seen())
     hosts = "SLURM_STEP_NODELIST" if "SLURM_STEP_NODELIST" in variables else "SLURM_JOB_NODELIST"
     master = variables.environ.get("MASTER_ADDR") or first_host(variables.text(hosts, "127.0.0.1"))
-    job, step_id = variables.number("SLURM_JOB_ID", default=0), variables.number("SLURM_STEP_ID", default=0)
+    job, step_id = (
+        variables.number("SLURM_JOB_ID", default=0),
+        variables.number("SLURM_STEP_ID", default=0),
+    )
     return Environment(
         rank=rank,
         world_size=world,
@@ -211,7 +223,11 @@ def _slurm(variables: _Variables) -> Environment | None:
 
 def _tasks_per_node(variables: _Variables, world: int) -> list[int]:
     """Parse the tasks on each node: ``"2(x3),1"`` is 2, 2, 2 and 1 on four nodes."""
-    name = "SLURM_STEP_TASKS_PER_NODE" if "SLURM_STEP_TASKS_PER_NODE" in variables else "SLURM_TASKS_PER_NODE"
+    name = (
+        "SLURM_STEP_TASKS_PER_NODE"
+        if "SLURM_STEP_TASKS_PER_NODE" in variables
+        else "SLURM_TASKS_PER_NODE"
+    )
     text = variables.text(name, str(world))
     tasks: list[int] = []
     for part in text.split(","):
@@ -285,7 +301,11 @@ def backends(*names: str) -> list[str]:
     """Return those of the given ``torch.distributed`` backends that torch is built with."""
     import torch.distributed as dist
 
-    available = {"gloo": dist.is_gloo_available, "nccl": dist.is_nccl_available, "mpi": dist.is_mpi_available}
+    available = {
+        "gloo": dist.is_gloo_available,
+        "nccl": dist.is_nccl_available,
+        "mpi": dist.is_mpi_available,
+    }
     return [name for name in names if available[name]()]
 
 
@@ -304,7 +324,9 @@ def _resolve(accelerator: str) -> str:
         return here
     raise StrategyError(
         f"accelerator={accelerator!r} is not available",
-        found="torch sees no accelerator on this machine" if here is None else f"torch sees {here!r}",
+        found="torch sees no accelerator on this machine"
+        if here is None
+        else f"torch sees {here!r}",
         fix='use accelerator="auto"' + (' or "cpu"' if here is None else f', "{here}" or "cpu"'),
     )
 
@@ -325,7 +347,9 @@ def available_devices(accelerator: str = "auto") -> int:
     return 1 if _resolve(accelerator) == "cpu" else count_accelerators()
 
 
-def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str = "auto") -> list[int]:
+def list_devices(
+    devices: int | str | Sequence[int] = "auto", accelerator: str = "auto"
+) -> list[int]:
     """The indices of the devices to use on this machine, one process each.
 
     Args:
@@ -347,16 +371,24 @@ def list_devices(devices: int | str | Sequence[int] = "auto", accelerator: str =
             return [0]
         if isinstance(wanted, list):
             raise StrategyError(
-                "single CPU cores cannot be selected", found=f"devices={devices!r}", fix=f"use devices={len(wanted)}"
+                "single CPU cores cannot be selected",
+                found=f"devices={devices!r}",
+                fix=f"use devices={len(wanted)}",
             )
         return list(range(wanted))
     count = count_accelerators()
-    indices = list(range(count if wanted == "all" else wanted)) if not isinstance(wanted, list) else wanted
+    indices = (
+        list(range(count if wanted == "all" else wanted))
+        if not isinstance(wanted, list)
+        else wanted
+    )
     if max(indices) >= count:
         raise StrategyError(
             "more devices are requested than exist on this machine",
             found=f"devices={devices!r}, and {count} of type {kind!r}",
-            fix=f"use at most {count}" if not isinstance(wanted, list) else f"use indices below {count}",
+            fix=f"use at most {count}"
+            if not isinstance(wanted, list)
+            else f"use indices below {count}",
         )
     return indices
 
@@ -378,8 +410,14 @@ def _read(devices: Any) -> int | list[int] | Literal["all"]:
             return "all"
         if parsed > 0:
             return parsed
-    elif isinstance(parsed, Iterable) and not isinstance(parsed, (str, Mapping)) and (parsed := list(parsed)):
-        indices = [int(index) for index in parsed if isinstance(index, int) and not isinstance(index, bool)]
+    elif (
+        isinstance(parsed, Iterable)
+        and not isinstance(parsed, (str, Mapping))
+        and (parsed := list(parsed))
+    ):
+        indices = [
+            int(index) for index in parsed if isinstance(index, int) and not isinstance(index, bool)
+        ]
         if len(indices) == len(set(indices)) == len(parsed) and min(indices) >= 0:
             return indices
     raise StrategyError(

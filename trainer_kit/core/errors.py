@@ -128,10 +128,20 @@ class CheckpointError(TrainerKitError):
     """
 
     def __init__(
-        self, file: object, key: str | None, reason: str, *, found: str | None = None, fix: str | None = None
+        self,
+        file: object,
+        key: str | None,
+        reason: str,
+        *,
+        found: str | None = None,
+        fix: str | None = None,
     ) -> None:
         # Text from a file may contain control characters for the terminal, and may be of any length.
-        self.file, self.key, self.reason = printable(str(file), keep="\n"), key, printable(reason, keep="\n")
+        self.file, self.key, self.reason = (
+            printable(str(file), keep="\n"),
+            key,
+            printable(reason, keep="\n"),
+        )
         if key is not None:
             found = f"key {key[:200]!r}"
         found = None if found is None else printable(found, keep="\n")
@@ -159,7 +169,9 @@ class MissingCheckpointError(CheckpointError, FileNotFoundError, ValueError):
         (True, True)
     """
 
-    def __init__(self, path: object, reason: str, *, found: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self, path: object, reason: str, *, found: str | None = None, fix: str | None = None
+    ) -> None:
         super().__init__(path, None, reason, found=found, fix=fix)
 
 
@@ -188,7 +200,9 @@ def printable(text: str, most: int = 1000, keep: str = "") -> str:
         'a\\\\x1b[2Jb\\\\n'
     """
     text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(
+        c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str | None = None) -> str:
@@ -200,7 +214,9 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str | None = Non
     """
     options, name = sorted(known), str(name)
     near = difflib.get_close_matches(name, options, n=3)
-    near = [one for one in near if one[:1] == name[:1]] or near  # the first letter is rarely misspelt
+    near = [
+        one for one in near if one[:1] == name[:1]
+    ] or near  # the first letter is rarely misspelt
     if near:
         return f"did you mean {near[0]!r}?"
     return f"use one of: {', '.join(options)}" if otherwise is None else otherwise

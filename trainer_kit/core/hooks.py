@@ -38,7 +38,15 @@ if getattr(rank_zero_only, "rank", None) is None:
     # `Environment.detect` refuses a rank that is not a number; an import does not.
     rank_zero_only.rank = int(_rank) if _rank.isdecimal() else 0  # type: ignore[attr-defined]
 
-__all__ = ["RUNNING_MODULE", "Callback", "DataHooks", "ModuleHooks", "forget_modes", "keep_modes", "restore_modes"]
+__all__ = [
+    "RUNNING_MODULE",
+    "Callback",
+    "DataHooks",
+    "ModuleHooks",
+    "forget_modes",
+    "keep_modes",
+    "restore_modes",
+]
 
 RUNNING_MODULE: Final[ContextVar[Any]] = ContextVar("RUNNING_MODULE", default=None)
 """The module of the running entry point, which records the values of `Callback.log`."""
@@ -179,7 +187,9 @@ class Callback:
         Callbacks with ``order = "late"`` are called after the values of the epoch are reduced.
         """
 
-    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int) -> int | None:
+    def on_train_batch_start(
+        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int
+    ) -> int | None:
         """Before ``training_step``, for each micro-batch, on the device. If every rank returns -1, the epoch ends."""
 
     def on_train_batch_end(
@@ -193,7 +203,9 @@ class Callback:
     def on_train_step_end(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After each optimizer step, once per window (not in Lightning)."""
 
-    def on_before_zero_grad(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(
+        self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer
+    ) -> None:
         """Before gradients are cleared: once per window, before its first backward."""
 
     def on_before_backward(self, trainer: AnyTrainer, pl_module: AnyModule, loss: Tensor) -> None:
@@ -202,7 +214,9 @@ class Callback:
     def on_after_backward(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
         """After each backward; gradients may still be scaled and unsynchronised."""
 
-    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: AnyTrainer, pl_module: AnyModule, optimizer: Optimizer
+    ) -> None:
         """Before an optimizer step: gradients are complete, unscaled and synchronised, but not clipped."""
 
     def on_validation_start(self, trainer: AnyTrainer, pl_module: AnyModule) -> None:
@@ -218,7 +232,12 @@ class Callback:
         """After the last validation batch; values logged here belong to the epoch."""
 
     def on_validation_batch_start(
-        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: AnyTrainer,
+        pl_module: AnyModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Before each ``validation_step``."""
 
@@ -246,7 +265,12 @@ class Callback:
         """After the last test batch; values logged here belong to the epoch."""
 
     def on_test_batch_start(
-        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: AnyTrainer,
+        pl_module: AnyModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Before each ``test_step``."""
 
@@ -274,7 +298,12 @@ class Callback:
         """After the last batch."""
 
     def on_predict_batch_start(
-        self, trainer: AnyTrainer, pl_module: AnyModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self,
+        trainer: AnyTrainer,
+        pl_module: AnyModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
     ) -> None:
         """Before each ``predict_step``."""
 
@@ -289,16 +318,24 @@ class Callback:
     ) -> None:
         """After each ``predict_step``, with what it returned."""
 
-    def on_exception(self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException) -> None:
+    def on_exception(
+        self, trainer: AnyTrainer, pl_module: AnyModule, exception: BaseException
+    ) -> None:
         """After an exception, which is then raised to the caller unchanged."""
 
-    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(
+        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Before the state is written; the hook may add keys."""
 
-    def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(
+        self, trainer: AnyTrainer, pl_module: AnyModule, checkpoint: dict[str, Any]
+    ) -> None:
         """Before a state, or weights alone, is restored; it has the keys that ``on_save_checkpoint`` added."""
 
-    def on_checkpoint_committed(self, trainer: AnyTrainer, pl_module: AnyModule, path: Location) -> None:
+    def on_checkpoint_committed(
+        self, trainer: AnyTrainer, pl_module: AnyModule, path: Location
+    ) -> None:
         """After a checkpoint of this run is durable: between two steps, on every rank (not in Lightning).
 
         ``path`` is a ``Path``, or a location with the same methods if checkpoints go to a URL; the next save may
@@ -375,10 +412,14 @@ class ModuleHooks:
     def on_validation_epoch_end(self) -> None:
         """After the last validation batch; values logged here belong to the epoch."""
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """Before each ``validation_step``."""
 
-    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After each ``validation_step``, with what it returned."""
 
     def on_test_start(self) -> None:
@@ -396,7 +437,9 @@ class ModuleHooks:
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each ``test_step``."""
 
-    def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_test_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After each ``test_step``, with what it returned."""
 
     def on_predict_start(self) -> None:
@@ -414,7 +457,9 @@ class ModuleHooks:
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Before each ``predict_step``."""
 
-    def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_predict_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         """After each ``predict_step``, with what it returned."""
 
     def on_exception(self, exception: BaseException) -> None:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["HParams", "HParamsMixin", "classmethod_only", "construct", "constructor_arguments", "read_hparams"]
+__all__ = [
+    "HParams",
+    "HParamsMixin",
+    "classmethod_only",
+    "construct",
+    "constructor_arguments",
+    "read_hparams",
+]
 
 
 class HParams(dict[str, Any]):
@@ -29,14 +36,19 @@ class HParams(dict[str, Any]):
         try:
             return self[name]
         except KeyError:
-            known = ", ".join(self) or "none (self.save_hyperparameters() in __init__ collects its arguments)"
+            known = (
+                ", ".join(self)
+                or "none (self.save_hyperparameters() in __init__ collects its arguments)"
+            )
             raise AttributeError(f"no hyperparameter {name!r}; there are: {known}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self[name] = value
 
 
-def constructor_arguments(owner: object, frame: FrameType, ignore: Iterable[str] = ()) -> dict[str, Any]:
+def constructor_arguments(
+    owner: object, frame: FrameType, ignore: Iterable[str] = ()
+) -> dict[str, Any]:
     """The arguments of the running constructors of ``owner``, from ``frame`` outwards.
 
     Args:
@@ -163,7 +175,8 @@ def read_hparams(path: Any) -> dict[str, Any]:
         ) from error
     if not isinstance(found, Mapping):
         raise ConfigurationError(
-            "hparams_file holds no mapping of names to values", found=f"{file}: a {type(found).__name__}"
+            "hparams_file holds no mapping of names to values",
+            found=f"{file}: a {type(found).__name__}",
         )
     return {str(name): value for name, value in found.items()}
 
@@ -233,7 +246,12 @@ class HParamsMixin:
     @property
     def hparams_initial(self) -> HParams:
         """A copy of what ``save_hyperparameters`` kept, without later changes of ``hparams``."""
-        return HParams({name: _kept(value) for name, value in self.__dict__.get("_hparams_initial", {}).items()})
+        return HParams(
+            {
+                name: _kept(value)
+                for name, value in self.__dict__.get("_hparams_initial", {}).items()
+            }
+        )
 
 
 def _kept(value: Any) -> Any:

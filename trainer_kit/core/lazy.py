@@ -16,7 +16,9 @@ from trainer_kit.core.errors import ConfigurationError, did_you_mean
 __all__ = ["alias_package", "find_names", "lazy_names", "other_names"]
 
 
-def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The ``__getattr__`` and ``__dir__`` of a package whose names are imported at first use.
 
     Args:
@@ -31,7 +33,11 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable[[str], 
     otherwise = other_names(package)
 
     def find(name: str) -> Any:
-        return getattr(import_module(f".{homes[name]}", package), name) if name in homes else otherwise(name)
+        return (
+            getattr(import_module(f".{homes[name]}", package), name)
+            if name in homes
+            else otherwise(name)
+        )
 
     def names() -> list[str]:
         return list(getattr(import_module(package), "__all__", homes))
@@ -103,7 +109,9 @@ class _Alias(MetaPathFinder, Loader):
         self._alias, self._package = alias, package
         self._specs: dict[str, ModuleSpec | None] = {}
 
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         return ModuleSpec(fullname, self) if fullname.startswith(f"{self._alias}.") else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -138,7 +146,9 @@ class _OtherPaths(MetaPathFinder, Loader):
                 merged.setdefault(path, {}).update(homes)
         return merged
 
-    def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         module, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != self._package or not module:
             return None
@@ -151,11 +161,16 @@ class _OtherPaths(MetaPathFinder, Loader):
         raise ModuleNotFoundError(self._missing(module, name), name=module)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Names(spec.name, f"Names of {' and '.join(table.LIBRARY for table in self._tables)}, and their homes.")
+        return _Names(
+            spec.name,
+            f"Names of {' and '.join(table.LIBRARY for table in self._tables)}, and their homes.",
+        )
 
     def exec_module(self, module: ModuleType) -> None:
         names = [name for name in self._homes(module.__name__) if not name.startswith("__")]
-        vars(module).update(__getattr__=other_names(module.__name__), __all__=names, __dir__=lambda: names)
+        vars(module).update(
+            __getattr__=other_names(module.__name__), __all__=names, __dir__=lambda: names
+        )
 
     def get(self, module: str, name: str) -> Any:
         """Look up a name of a module: an entry of a table, or a submodule.
@@ -168,7 +183,11 @@ class _OtherPaths(MetaPathFinder, Loader):
             path, _, attribute = home.partition(":")
             return getattr(import_module(f"{self._package}.{path}"), attribute)
         below = f"{module}.{name}"
-        if below in sys.modules or below[len(self._package) + 1 :] in self.paths or _has_file(module, name):
+        if (
+            below in sys.modules
+            or below[len(self._package) + 1 :] in self.paths
+            or _has_file(module, name)
+        ):
             return import_module(below)
         raise AttributeError(self._missing(module, name))
 
@@ -194,13 +213,20 @@ class _OtherPaths(MetaPathFinder, Loader):
             return str(ConfigurationError(problem, fix=f"from {there[0]} import {name}"))
         here = import_module(module)
         known = getattr(here, "__all__", None) or dir(here)
-        return str(ConfigurationError(problem, fix=did_you_mean(name, known, f"dir({module}) lists its names")))
+        return str(
+            ConfigurationError(
+                problem, fix=did_you_mean(name, known, f"dir({module}) lists its names")
+            )
+        )
 
 
 def _has_file(package: str, name: str) -> bool:
     """Whether a package contains a module of this name; the search imports nothing."""
     directories = vars(sys.modules[package]).get("__path__")
-    return directories is not None and PathFinder.find_spec(f"{package}.{name}", directories) is not None
+    return (
+        directories is not None
+        and PathFinder.find_spec(f"{package}.{name}", directories) is not None
+    )
 
 
 def _imports() -> bool:

@@ -74,7 +74,9 @@ class RemotePath(os.PathLike[str]):
         info = self._info()
         mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
         size, time = int(info.get("size") or 0), _time(info)
-        return os.stat_result((mode, 0, 0, 1, 0, 0, size, time, time, time), {"st_mtime_ns": int(time * 1e9)})
+        return os.stat_result(
+            (mode, 0, 0, 1, 0, 0, size, time, time, time), {"st_mtime_ns": int(time * 1e9)}
+        )
 
     stat = lstat  # a storage has no links
 
@@ -241,13 +243,17 @@ def locate(path: str | os.PathLike[str]) -> Location:
         return path
     text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
     if not isinstance(text, str):
-        raise ConfigurationError("this is not a path", found=repr(path), fix="pass a string or a pathlib.Path")
+        raise ConfigurationError(
+            "this is not a path", found=repr(path), fix="pass a string or a pathlib.Path"
+        )
     if "://" not in text:
         return Path(os.path.expanduser(text))
     match = _URL.fullmatch(text)
     if match is None or "::" in text:
         raise ConfigurationError(
-            "this URL cannot be parsed", found=mask_secrets(text), fix="write it as protocol://path, without a chain"
+            "this URL cannot be parsed",
+            found=mask_secrets(text),
+            fix="write it as protocol://path, without a chain",
         )
     protocol = match[1].lower()
     if protocol in _LOCAL:
@@ -280,7 +286,9 @@ def _local(url: str) -> Path:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):
         raise ConfigurationError(
-            "a file:// URL names an absolute path of this machine", found=url, fix=f"file:///{parts.netloc}{parts.path}"
+            "a file:// URL names an absolute path of this machine",
+            found=url,
+            fix=f"file:///{parts.netloc}{parts.path}",
         )
     path = unquote(url.partition("://")[2].removeprefix("localhost"))
     return Path(path[1:] if re.match(r"/[A-Za-z]:", path) and os.name == "nt" else path)

@@ -76,7 +76,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         None skips the batch. Define it as ``training_step(self, batch, batch_idx)``: the loader's batch, on the device,
         and its index in the epoch, from 0.
         """
-        rank_zero_warn("TrainModule.training_step has no default: it returns None, and None trains nothing")
+        rank_zero_warn(
+            "TrainModule.training_step has no default: it returns None, and None trains nothing"
+        )
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate one validation batch, without gradients.
@@ -93,7 +95,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
 
     def configure_optimizers(self) -> Any:
         """Return one optimizer, a list, ``([optimizers], [schedulers])``, a dict, named ``{name: ...}``, or None."""
-        rank_zero_warn("TrainModule.configure_optimizers has no default: it returns None, and nothing is stepped")
+        rank_zero_warn(
+            "TrainModule.configure_optimizers has no default: it returns None, and nothing is stepped"
+        )
 
     def configure_model(self) -> None:
         """Build layers here to create them on the right device, in the right dtype, or sharded.
@@ -128,7 +132,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def optimizer_step(
-        self, epoch: int, batch_idx: int, optimizer: Optimizer, optimizer_closure: Callable[[], Any] | None = None
+        self,
+        epoch: int,
+        batch_idx: int,
+        optimizer: Optimizer,
+        optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
         """Step one optimizer; the closure returns the loss, which is already computed."""
         optimizer.step(closure=optimizer_closure)
@@ -229,7 +237,8 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         trainer: TrainerLike | None = self.__dict__["_trainer"]
         if trainer is None:
             raise ConfigurationError(
-                f"{type(self).__name__} is not attached to a Trainer", fix="call this inside a hook, or after fit()"
+                f"{type(self).__name__} is not attached to a Trainer",
+                fix="call this inside a hook, or after fit()",
             )
         return trainer
 
@@ -308,7 +317,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Stack tensors over the data ranks: (ranks, *shape); with one rank unchanged. Every rank must call it."""
         if group is not None:
-            raise ConfigurationError("all_gather always uses all data ranks", found="a group", fix="leave group out")
+            raise ConfigurationError(
+                "all_gather always uses all data ranks", found="a group", fix="leave group out"
+            )
         return self.trainer.all_gather(data, sync_grads=sync_grads)
 
     # -- optimization --------------------------------------------------------------------------------------------
@@ -342,9 +353,16 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def toggle_optimizer(self, optimizer: Any) -> None:
         """Let only this optimizer's parameters require gradients, until `untoggle_optimizer`."""
         if "_toggled" in self.__dict__:
-            raise ConfigurationError("an optimizer is already toggled", fix="call untoggle_optimizer first")
+            raise ConfigurationError(
+                "an optimizer is already toggled", fix="call untoggle_optimizer first"
+            )
         mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        everyone = {p for other in self.trainer.optimizers for group in other.param_groups for p in group["params"]}
+        everyone = {
+            p
+            for other in self.trainer.optimizers
+            for group in other.param_groups
+            for p in group["params"]
+        }
         self.__dict__["_toggled"] = [(p, p.requires_grad) for p in everyone]
         for parameter in everyone:
             parameter.requires_grad_(parameter.requires_grad and id(parameter) in mine)
@@ -407,17 +425,25 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         build_once(module)
         if overridden:
             module.on_load_checkpoint(state)
-        load_module_weights(module, state["state_dict"], module.strict_loading if strict is None else strict)
+        load_module_weights(
+            module, state["state_dict"], module.strict_loading if strict is None else strict
+        )
         return module if map_location is None else module.to(map_location)
 
     def to_onnx(self, file_path: Any = None, input_sample: Any = None, **kwargs: Any) -> Any:
         """Export through ``torch.onnx.export``, with ``example_input_array`` unless a sample is given."""
         sample = self._sample(input_sample, "input_sample")
         with torch.no_grad(), _evaluated(self):
-            return torch.onnx.export(self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs)
+            return torch.onnx.export(
+                self, sample if isinstance(sample, tuple) else (sample,), file_path, **kwargs
+            )
 
     def to_torchscript(
-        self, file_path: Any = None, method: str = "script", example_inputs: Any = None, **kwargs: Any
+        self,
+        file_path: Any = None,
+        method: str = "script",
+        example_inputs: Any = None,
+        **kwargs: Any,
     ) -> Any:
         """Convert the module to TorchScript, in evaluation mode; new code should use ``torch.export``.
 
@@ -435,7 +461,11 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
         sample = None if method == "script" else self._sample(example_inputs, "example_inputs")
         jit: Any = torch.jit
         with torch.no_grad(), _evaluated(self), _without_run(self):
-            made = jit.script(self, **kwargs) if method == "script" else jit.trace(self, sample, **kwargs)
+            made = (
+                jit.script(self, **kwargs)
+                if method == "script"
+                else jit.trace(self, sample, **kwargs)
+            )
         if file_path is not None:
             jit.save(made, str(file_path))
         return made
@@ -443,7 +473,9 @@ class TrainModule(ModuleHooks, DataHooks, HParamsMixin, nn.Module):
     def _sample(self, given: Any, name: str) -> Any:
         sample = self.example_input_array if given is None else given
         if sample is None:
-            raise ConfigurationError("the export needs an example input", fix=f"pass {name} or set example_input_array")
+            raise ConfigurationError(
+                "the export needs an example input", fix=f"pass {name} or set example_input_array"
+            )
         return sample
 
     def __getstate__(self) -> dict[str, Any]:
@@ -479,7 +511,9 @@ def _without_run(module: TrainModule) -> Iterator[None]:
     names = ("_trainer", "automatic_optimization", "example_input_array", "strict_loading")
     kept = [{name: state.pop(name) for name in names if name in state} for state in states]
     for state in states:
-        state["_trainer"] = object()  # the compiler reads every property, and some raise without a Trainer
+        state["_trainer"] = (
+            object()
+        )  # the compiler reads every property, and some raise without a Trainer
     try:
         yield
     finally:

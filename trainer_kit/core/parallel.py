@@ -18,7 +18,10 @@ def is_divided(module: nn.Module) -> bool:
         >>> is_divided(nn.Linear(1, 1))
         False
     """
-    return any(hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id") for parameter in module.parameters())
+    return any(
+        hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_id")
+        for parameter in module.parameters()
+    )
 
 
 @final

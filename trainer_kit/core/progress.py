@@ -61,7 +61,14 @@ class Progress:
 
 
 _SECONDS: Final = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
-_COUNTER: Final = {"ep": "epoch", "ba": "batch", "st": "step", "sp": "samples", "tok": "tokens", "s": "seconds"}
+_COUNTER: Final = {
+    "ep": "epoch",
+    "ba": "batch",
+    "st": "step",
+    "sp": "samples",
+    "tok": "tokens",
+    "s": "seconds",
+}
 _ABBREVIATIONS: Final = {
     **dict.fromkeys(("epoch", "epochs"), "ep"),
     **dict.fromkeys(("batch", "batches"), "ba"),
@@ -75,7 +82,9 @@ _ABBREVIATIONS: Final = {
 }
 """By word that people write for a unit, the unit."""
 _CLOCK: Final = re.compile(r"\s*(\d+):(\d\d):(\d\d):(\d\d)\s*")
-_PATTERN: Final = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]+)\s*")
+_PATTERN: Final = re.compile(
+    r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?|\.[0-9]+)\s*([a-z]+)\s*"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +112,18 @@ class Duration:
     def __post_init__(self) -> None:
         if self.unit not in (*_COUNTER, "dur"):
             raise DurationError(
-                f"unknown unit {self.unit!r} of a duration", fix="use one of: ep, ba, st, sp, tok, s, min, h, d, dur"
+                f"unknown unit {self.unit!r} of a duration",
+                fix="use one of: ep, ba, st, sp, tok, s, min, h, d, dur",
             )
         if not self.value >= 0 or self.value == float("inf"):
-            raise DurationError("a duration is a finite number, zero or more", found=f"{self.value}{self.unit}")
+            raise DurationError(
+                "a duration is a finite number, zero or more", found=f"{self.value}{self.unit}"
+            )
         if self.unit not in ("s", "dur") and self.value != int(self.value):
             raise DurationError(
-                "this unit is counted in whole numbers", found=f"{self.value}{self.unit}", fix="round it"
+                "this unit is counted in whole numbers",
+                found=f"{self.value}{self.unit}",
+                fix="round it",
             )
 
     def __repr__(self) -> str:
@@ -123,7 +137,9 @@ class Duration:
         """The field of ``Progress`` that this duration is compared with."""
         if self.unit == "dur":
             raise DurationError(
-                "a fraction of the run is not a count", found=str(self), fix='use a unit that is counted: "500ba"'
+                "a fraction of the run is not a count",
+                found=str(self),
+                fix='use a unit that is counted: "500ba"',
             )
         return _COUNTER[self.unit]
 
@@ -150,11 +166,16 @@ class Duration:
             )
         if isinstance(length, (int, float)):
             if unit is None:
-                raise DurationError("this duration needs a unit", found=repr(length), fix=f'write "{length}ep"')
+                raise DurationError(
+                    "this duration needs a unit", found=repr(length), fix=f'write "{length}ep"'
+                )
             return cls(_whole(length, unit), unit)
         if clock := _CLOCK.fullmatch(length):
             days, hours, minutes, seconds = map(int, clock.groups())
-            return cls(_seconds({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}), "s")
+            return cls(
+                _seconds({"days": days, "hours": hours, "minutes": minutes, "seconds": seconds}),
+                "s",
+            )
         match = _PATTERN.fullmatch(length.lower())
         if match is None:
             raise DurationError(
@@ -166,7 +187,9 @@ class Duration:
         abbreviation = _ABBREVIATIONS.get(name)
         if abbreviation is not None:
             raise DurationError(
-                "units of a duration are abbreviated", found=repr(length), fix=f'write "{match[1]}{abbreviation}"'
+                "units of a duration are abbreviated",
+                found=repr(length),
+                fix=f'write "{match[1]}{abbreviation}"',
             )
         if name in _SECONDS:
             return cls(number * _SECONDS[name], "s")

@@ -379,7 +379,9 @@ class TrainerLike(Protocol):
     def train_batch_samples(self) -> int | None:
         """Samples of one micro-batch over all ranks; None if they are not known in advance."""
 
-    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+    def set_accumulation(
+        self, batches: int, measure: Callable[[float, float], None] | None = None
+    ) -> None:
         """Accumulate this many micro-batches per optimizer step, from the next window on.
 
         ``measure`` is called with the samples and the weight of the next micro-batch, and sets the number.
@@ -392,7 +394,9 @@ class TrainerLike(Protocol):
         """Send values to every logger, on rank 0; this reads tensors, which is a sync point."""
 
     def manual_backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None: ...
-    def clip_gradients(self, optimizer: Any, value: float | None, algorithm: str | None) -> None: ...
+    def clip_gradients(
+        self, optimizer: Any, value: float | None, algorithm: str | None
+    ) -> None: ...
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Stack tensors in ``data`` over the data ranks. Every rank must call it."""
 

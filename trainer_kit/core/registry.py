@@ -47,12 +47,18 @@ class Registry:
         self.kind = kind
         self.group = f"trainer_kit.{kind[:-1] + 'ies' if kind.endswith('y') else kind + 's'}"
         self._targets: dict[str, Any] = {}
-        self._own: dict[str, str] = {}  # the library's defaults; names that users register take precedence
+        self._own: dict[
+            str, str
+        ] = {}  # the library's defaults; names that users register take precedence
 
     @overload
-    def register(self, name: str, target: None = None, *, overwrite: bool = False) -> Callable[[_Target], _Target]: ...
+    def register(
+        self, name: str, target: None = None, *, overwrite: bool = False
+    ) -> Callable[[_Target], _Target]: ...
     @overload
-    def register(self, name: str, target: Callable[..., Any] | str, *, overwrite: bool = False) -> None: ...
+    def register(
+        self, name: str, target: Callable[..., Any] | str, *, overwrite: bool = False
+    ) -> None: ...
     def register(self, name: str, target: Any = None, *, overwrite: bool = False) -> Any:
         """Register ``target`` under a name; without a target, return a decorator that does.
 
@@ -85,7 +91,9 @@ class Registry:
             RegistryError: the name is not registered, two packages register it, or its import failed.
         """
         if name not in self._targets:
-            self._targets[name] = self._own[name] if name in self._own else self._load_entry_point(name)
+            self._targets[name] = (
+                self._own[name] if name in self._own else self._load_entry_point(name)
+            )
         target = self._targets[name]
         if isinstance(target, str):
             target = self._targets[name] = self._import(name, target)
@@ -95,7 +103,9 @@ class Registry:
         """All names, sorted: registered ones and those of installed packages, without importing them."""
         from importlib.metadata import entry_points  # slow to import, and most processes never look
 
-        return sorted({*self._targets, *self._own, *(entry.name for entry in entry_points(group=self.group))})
+        return sorted(
+            {*self._targets, *self._own, *(entry.name for entry in entry_points(group=self.group))}
+        )
 
     def _add(self, name: str, target: Any, overwrite: bool) -> None:
         if isinstance(target, str) and not all(target.partition(":")):
@@ -121,14 +131,18 @@ class Registry:
                 found = getattr(found, part)
         except Exception as error:
             raise RegistryError(
-                f"{self.kind} {name!r} could not be imported", found=f"{target}: {type(error).__name__}: {error}"
+                f"{self.kind} {name!r} could not be imported",
+                found=f"{target}: {type(error).__name__}: {error}",
             ) from error
         return found
 
     def _load_entry_point(self, name: str) -> Any:
         from importlib.metadata import entry_points
 
-        entries = {(entry.value, _package(entry)): entry for entry in entry_points(group=self.group, name=name)}
+        entries = {
+            (entry.value, _package(entry)): entry
+            for entry in entry_points(group=self.group, name=name)
+        }
         if not entries:
             known = self.names()
             raise RegistryError(
@@ -158,7 +172,11 @@ def _package(entry: EntryPoint) -> str:
 
 
 def _describe(target: Any) -> str:
-    return f"{target.__module__}:{target.__qualname__}" if hasattr(target, "__qualname__") else repr(target)
+    return (
+        f"{target.__module__}:{target.__qualname__}"
+        if hasattr(target, "__qualname__")
+        else repr(target)
+    )
 
 
 STRATEGIES = Registry("strategy")

@@ -14,7 +14,15 @@ import torch
 
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["order_seed", "preserved_rng", "reset_seed", "restore_rng", "rng_state", "seed_everything", "swap_last_seed"]
+__all__ = [
+    "order_seed",
+    "preserved_rng",
+    "reset_seed",
+    "restore_rng",
+    "rng_state",
+    "seed_everything",
+    "swap_last_seed",
+]
 
 _last_seed: int | None = None
 
@@ -45,7 +53,9 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
     torch.manual_seed(chosen)
     xla = sys.modules.get("torch_xla")
     if xla is not None and xla._XLAC._xla_runtime_is_initialized():
-        xla.manual_seed(chosen)  # torch does not seed XLA; a runtime that starts later takes torch's seed
+        xla.manual_seed(
+            chosen
+        )  # torch does not seed XLA; a runtime that starts later takes torch's seed
     _last_seed = chosen
     return chosen
 
@@ -116,7 +126,9 @@ def restore_rng(state: dict[str, Any], device: torch.device | None = None) -> No
         torch.set_rng_state(state["torch"].cpu())
     if "device" in state and device is not None and device.type != "cpu":
         kept = state["device"]
-        _generators(device).set_rng_state(kept.cpu() if isinstance(kept, torch.Tensor) else kept, device)
+        _generators(device).set_rng_state(
+            kept.cpu() if isinstance(kept, torch.Tensor) else kept, device
+        )
 
 
 @contextmanager

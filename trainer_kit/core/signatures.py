@@ -28,7 +28,9 @@ _FORMER = {
 
 _OURS: Final = "trainer_kit."
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-_CALLED_BY_USERS: Final = frozenset({"log", "log_dict"})  # a user's class may use these names for other methods
+_CALLED_BY_USERS: Final = frozenset(
+    {"log", "log_dict"}
+)  # a user's class may use these names for other methods
 
 
 def check_names(cls: type, *specifications: type) -> None:
@@ -46,9 +48,17 @@ def check_names(cls: type, *specifications: type) -> None:
     hooks = _hooks(specifications)
     for name, method in vars(cls).items():
         if inspect.isfunction(method) and name not in hooks and name not in _FORMER:
-            known = [*(hook for hook in hooks if hook.startswith("on_"))] if name.startswith("on_") else []
-            known += [step for step in _STEPS if step not in name]  # retraining_step is a different name
-            if (name.startswith("on_") or name.endswith("_step")) and (near := _nearest(name, known)):
+            known = (
+                [*(hook for hook in hooks if hook.startswith("on_"))]
+                if name.startswith("on_")
+                else []
+            )
+            known += [
+                step for step in _STEPS if step not in name
+            ]  # retraining_step is a different name
+            if (name.startswith("on_") or name.endswith("_step")) and (
+                near := _nearest(name, known)
+            ):
                 raise _no_hook(cls, name, near)
 
 
@@ -65,12 +75,24 @@ def check_hooks(cls: type, *specifications: type) -> None:
         HookError: the message has the closest known name, or the expected parameters.
     """
     hooks, seen = _hooks(specifications), set[str]()
-    users = [base for base in cls.__mro__ if issubclass(base, specifications) and not base.__module__.startswith(_OURS)]
+    users = [
+        base
+        for base in cls.__mro__
+        if issubclass(base, specifications) and not base.__module__.startswith(_OURS)
+    ]
     # A class may use the name of a removed hook for a method that its own code calls.
-    methods = [method for base in users for method in vars(base).values() if inspect.isfunction(method)]
-    called = {name for method in methods for name in method.__code__.co_names if name != method.__name__}
+    methods = [
+        method for base in users for method in vars(base).values() if inspect.isfunction(method)
+    ]
+    called = {
+        name for method in methods for name in method.__code__.co_names if name != method.__name__
+    }
     for base in users:
-        own = {name: value for name, value in vars(base).items() if name not in seen and inspect.isfunction(value)}
+        own = {
+            name: value
+            for name, value in vars(base).items()
+            if name not in seen and inspect.isfunction(value)
+        }
         seen |= vars(base).keys()
         for name, method in own.items():
             if name in hooks:
@@ -80,8 +102,17 @@ def check_hooks(cls: type, *specifications: type) -> None:
 
 
 def _hooks(specifications: Collection[type]) -> dict[str, Callable[..., Any]]:
-    every = {name: value for spec in specifications for name, value in vars(spec).items() if inspect.isfunction(value)}
-    return {name: value for name, value in every.items() if not name.startswith("__") and name not in _CALLED_BY_USERS}
+    every = {
+        name: value
+        for spec in specifications
+        for name, value in vars(spec).items()
+        if inspect.isfunction(value)
+    }
+    return {
+        name: value
+        for name, value in every.items()
+        if not name.startswith("__") and name not in _CALLED_BY_USERS
+    }
 
 
 def _no_hook(cls: type, name: str, fix: str) -> HookError:
@@ -92,7 +123,9 @@ def _no_hook(cls: type, name: str, fix: str) -> HookError:
     )
 
 
-def _check_parameters(cls: type, name: str, method: Callable[..., Any], hook: Callable[..., Any]) -> None:
+def _check_parameters(
+    cls: type, name: str, method: Callable[..., Any], hook: Callable[..., Any]
+) -> None:
     expected = list(inspect.signature(hook).parameters.values())
     required = [parameter for parameter in expected if parameter.default is parameter.empty]
     if not (takes(method, len(expected)) or takes(method, len(required))):
@@ -118,7 +151,10 @@ def _meant(name: str, hooks: Collection[str]) -> str | None:
         )
         return f"define {former}{outputs}"
     if name.startswith("on_"):
-        return did_you_mean(name.replace("_val_", "_validation_"), (hook for hook in hooks if hook.startswith("on_")))
+        return did_you_mean(
+            name.replace("_val_", "_validation_"),
+            (hook for hook in hooks if hook.startswith("on_")),
+        )
     return None
 
 
@@ -133,7 +169,9 @@ def takes(method: Callable[..., Any], count: int) -> bool:
     return True
 
 
-_HOOKS: Final = "override a hook (on_train_batch_end, on_validation_end, ...) or a public method instead"
+_HOOKS: Final = (
+    "override a hook (on_train_batch_end, on_validation_end, ...) or a public method instead"
+)
 
 
 def check_overrides(cls: type, root: type) -> None:
@@ -155,10 +193,16 @@ def check_overrides(cls: type, root: type) -> None:
     refused: dict[str, str] = {}
     for base in reversed([*shipped, root]):
         refused.update(vars(base).get("never_called", {}))
-    for user, name in ((base, name) for base in bases if base not in shipped for name in vars(base)):
+    for user, name in (
+        (base, name) for base in bases if base not in shipped for name in vars(base)
+    ):
         if name in refused:
             problem, found = "would never be called", "does not call it"
-        elif name[0] == "_" and not name.startswith(("__", "_abc")) and any(name in vars(base) for base in shipped):
+        elif (
+            name[0] == "_"
+            and not name.startswith(("__", "_abc"))
+            and any(name in vars(base) for base in shipped)
+        ):
             problem, found = "replaces a private name", "may change it"
         else:
             continue

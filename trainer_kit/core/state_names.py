@@ -49,7 +49,9 @@ def uncompiled(module: _Object) -> _Object:
         (True, True)
     """
     # A module whose constructor has not called that of nn.Module has no `_modules`.
-    inner: Any = vars(module).get("_modules", {}).get(_COMPILED) if isinstance(module, nn.Module) else None
+    inner: Any = (
+        vars(module).get("_modules", {}).get(_COMPILED) if isinstance(module, nn.Module) else None
+    )
     return module if inner is None else inner
 
 
@@ -83,7 +85,9 @@ def _renamed(state: Mapping[str, Any], names: Mapping[str, str]) -> Mapping[str,
     return renamed
 
 
-def load_module_weights(module: nn.Module, state: Mapping[str, Any], strict: bool, **options: Any) -> None:
+def load_module_weights(
+    module: nn.Module, state: Mapping[str, Any], strict: bool, **options: Any
+) -> None:
     """``module.load_state_dict``; without ``strict`` a warning names what is not loaded.
 
     Args:
@@ -110,7 +114,9 @@ def report_differences(missing: Collection[str], unexpected: Collection[str]) ->
     """
     lines = []
     if missing:
-        lines.append(f"not in the checkpoint, so the module keeps its own values: {_first(missing)}")
+        lines.append(
+            f"not in the checkpoint, so the module keeps its own values: {_first(missing)}"
+        )
     if unexpected:
         lines.append(f"only in the checkpoint, so not loaded: {_first(unexpected)}")
     if lines:
@@ -126,4 +132,7 @@ def _first(names: Collection[str]) -> str:
 
 def named_state(module: nn.Module) -> dict[str, nn.Parameter]:
     """The parameters by their names without wrappers, a tied one under each of its names."""
-    return {state_name(name): parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+    return {
+        state_name(name): parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }

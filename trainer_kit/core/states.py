@@ -63,7 +63,11 @@ class RunningStage(StrEnum):
     @property
     def dataloader_prefix(self) -> str:
         """The prefix in names such as ``val_dataloader`` or ``num_val_batches``."""
-        return "val" if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING) else str(self.value)
+        return (
+            "val"
+            if self in (RunningStage.VALIDATING, RunningStage.SANITY_CHECKING)
+            else str(self.value)
+        )
 
 
 @dataclass(frozen=True)

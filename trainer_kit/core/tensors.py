@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from typing import Any, Final, NoReturn, TypeAlias
 
 import torch
@@ -82,7 +90,10 @@ def map_tensors(batch: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def map_leaves(
-    node: Any, change: Callable[[Any], Any], kinds: Kinds = None, other: Callable[[Any], Any] | None = None
+    node: Any,
+    change: Callable[[Any], Any],
+    kinds: Kinds = None,
+    other: Callable[[Any], Any] | None = None,
 ) -> Any:
     """Call ``change`` on every leaf of a batch; the one function that walks a batch and changes it.
 
@@ -97,7 +108,9 @@ def map_leaves(
         other: called with everything that is neither a leaf nor a container; None: it stays as it is.
     """
     if kinds is None:
-        is_leaf = isinstance(node, Tensor) or (not isinstance(node, type) and callable(getattr(node, "to", None)))
+        is_leaf = isinstance(node, Tensor) or (
+            not isinstance(node, type) and callable(getattr(node, "to", None))
+        )
     else:
         is_leaf = isinstance(node, kinds)
     if is_leaf:
@@ -177,7 +190,9 @@ def children(node: Any) -> Iterator[tuple[tuple[str, Any], Any]]:
         for field in dataclasses.fields(node):
             try:
                 child = getattr(node, field.name)
-            except AttributeError:  # a field that ``__init__`` does not take, and that was never set
+            except (
+                AttributeError
+            ):  # a field that ``__init__`` does not take, and that was never set
                 continue
             yield ("field", field.name), child
 
@@ -245,6 +260,8 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
         if not part.numel() or part.dtype not in _FLOATS:
             continue
         # Minimum and maximum suffice, since they propagate NaN; no temporary of the tensor's size is allocated.
-        if not all(bool(end.isfinite()) for end in torch.aminmax(part)):  # sync point: a save, or a resumed run begins
+        if not all(
+            bool(end.isfinite()) for end in torch.aminmax(part)
+        ):  # sync point: a save, or a resumed run begins
             return False
     return True

@@ -64,7 +64,10 @@ def guarded_events(text: str, most: int = 5_000, deepest: int = 16) -> list[yaml
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise YamlProblem(line, f"character {chr(error.character)!r} cannot be in YAML") from None
-    except (ValueError, OverflowError) as error:  # an escape of a character code that does not exist
+    except (
+        ValueError,
+        OverflowError,
+    ) as error:  # an escape of a character code that does not exist
         raise YamlProblem(1, f"cannot be read: {error}") from None
     return events
 
@@ -90,11 +93,15 @@ def guarded_root(
     import yaml
 
     for event in guarded_events(text, most, deepest):
-        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag not in (tags or (event.tag,)):
+        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.tag not in (
+            tags or (event.tag,)
+        ):
             raise YamlProblem(_line(event), f"{event.tag}: tags are not read")
     roots = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     if len(roots) > 1:
-        raise YamlProblem(roots[1].start_mark.line + 1, "a second document begins here; a configuration has one")
+        raise YamlProblem(
+            roots[1].start_mark.line + 1, "a second document begins here; a configuration has one"
+        )
     return roots[0] if roots else None
 
 
@@ -120,7 +127,10 @@ class _Sizes:
         line = _line(event)
         if isinstance(event, yaml.DocumentStartEvent):
             self.anchors.clear()  # an alias refers to an anchor in the same document
-        if isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent)) and event.anchor in self._names():
+        if (
+            isinstance(event, (yaml.ScalarEvent, yaml.CollectionStartEvent))
+            and event.anchor in self._names()
+        ):
             raise YamlProblem(line, f"&{event.anchor} is given twice")
         if isinstance(event, yaml.CollectionStartEvent):
             if len(self.open) == self.deepest + 1:
@@ -144,4 +154,6 @@ class _Sizes:
             size += before
             self.open[-1] = outer, size
         if size > self.most:
-            raise YamlProblem(line, f"more than {self.most} values, aliases written out", too_much=True)
+            raise YamlProblem(
+                line, f"more than {self.most} values, aliases written out", too_much=True
+            )

@@ -95,12 +95,16 @@ class CombinedLoader:
         self.iterables = iterables
         self.mode = mode
         self.flattened: list[Any]
-        self.flattened, self._spec = tree_flatten(iterables, is_leaf=lambda node: not _is_node(node, iterables))
+        self.flattened, self._spec = tree_flatten(
+            iterables, is_leaf=lambda node: not _is_node(node, iterables)
+        )
 
     def __len__(self) -> int:
         length = combined_length(self.mode, [length_of(loader) for loader in self.flattened])
         if length is None:
-            raise TypeError("the length of a CombinedLoader is unknown if the loader that decides it has none")
+            raise TypeError(
+                "the length of a CombinedLoader is unknown if the loader that decides it has none"
+            )
         return length
 
     def __iter__(self) -> Iterator[Any]:
@@ -140,7 +144,13 @@ def read_together(loader: Any) -> Any:
 
 
 def _holds_loader(node: Any) -> bool:
-    members = node.values() if isinstance(node, Mapping) else node if isinstance(node, (list, tuple)) else ()
+    members = (
+        node.values()
+        if isinstance(node, Mapping)
+        else node
+        if isinstance(node, (list, tuple))
+        else ()
+    )
     return any(_is_loader(member) or _holds_loader(member) for member in members)
 
 
@@ -224,7 +234,9 @@ def combine(
         return _cycled(leaves, join, spots)
     iterators = [_opened(leaf, spot) for leaf, spot in zip(leaves, spots, strict=True)]
     if mode == "min_size":
-        return (MISSING if _has_empty(parts) else join(parts) for parts in zip(*iterators, strict=False))
+        return (
+            MISSING if _has_empty(parts) else join(parts) for parts in zip(*iterators, strict=False)
+        )
     return (_join_ended(parts, join) for parts in zip_longest(*iterators))
 
 
@@ -261,12 +273,16 @@ def _sequential(leaves: list[Leaf], start: int) -> Iterator[Iterator[Any]]:
 _END = object()
 
 
-def _cycled(leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spot]) -> Iterator[Any]:
+def _cycled(
+    leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spot]
+) -> Iterator[Any]:
     turns, positions = [place.turn for place in places], [place.batch for place in places]
     ended = [turn > 0 for turn in turns]
     if not leaves or all(ended):
         return
-    iterators = [leaf.open(place.turn, place.batch) for leaf, place in zip(leaves, places, strict=True)]
+    iterators = [
+        leaf.open(place.turn, place.batch) for leaf, place in zip(leaves, places, strict=True)
+    ]
     parts: list[Any] = [None] * len(leaves)
     while True:
         before = list(parts)
@@ -283,11 +299,17 @@ def _cycled(leaves: list[Leaf], join: Callable[[Any], Any], places: Sequence[Spo
                 if parts[i] is _END:
                     return
             positions[i] += 1
-        fresh = any(part is not MISSING and not over for part, over in zip(parts, ended, strict=True))
+        fresh = any(
+            part is not MISSING and not over for part, over in zip(parts, ended, strict=True)
+        )
         for i, leaf in enumerate(leaves):
             if parts[i] is MISSING and fresh and positions[i] > 1:
                 known = before[i] is not None
-                parts[i] = before[i] if known else next((leaf.again or leaf.open)(turns[i], positions[i] - 2), MISSING)
+                parts[i] = (
+                    before[i]
+                    if known
+                    else next((leaf.again or leaf.open)(turns[i], positions[i] - 2), MISSING)
+                )
         yield MISSING if _has_empty(parts) else join(parts)
 
 
@@ -302,11 +324,15 @@ class CombinedSource(Source):
     The position in each leaf follows from the lengths. With a source of uncertain length it is recorded.
     """
 
-    def __init__(self, combined: CombinedLoader, place: Place, opened: Callable[[Any, Place], Source]) -> None:
+    def __init__(
+        self, combined: CombinedLoader, place: Place, opened: Callable[[Any, Place], Source]
+    ) -> None:
         self.combined = combined
         # One seed per loader: two loaders over one dataset must have different orders.
         places = (replace(place, seed=derive_seed(place.seed, 1 + i)) for i in count())
-        self.sources = [opened(loader, own) for loader, own in zip(combined.flattened, places, strict=False)]
+        self.sources = [
+            opened(loader, own) for loader, own in zip(combined.flattened, places, strict=False)
+        ]
         sizes = {source.per_rank_batch_size for source in self.sources}
         self.per_rank_batch_size = sizes.pop() if len(sizes) == 1 else None
         self.rolls = any(source.rolls for source in self.sources)
@@ -352,13 +378,18 @@ class CombinedSource(Source):
 
     def describe(self) -> str:
         mode = self.combined.mode
-        return f"{mode} ({MODES[mode]}) of: " + "; ".join(source.describe() for source in self.sources)
+        return f"{mode} ({MODES[mode]}) of: " + "; ".join(
+            source.describe() for source in self.sources
+        )
 
     def state(self) -> Any:
         if not self.stateful:
             return None
         return [
-            {"spot": list(spot), "state": source.state() if _reads(spot) else generator_states(source.generators)}
+            {
+                "spot": list(spot),
+                "state": source.state() if _reads(spot) else generator_states(source.generators),
+            }
             for source, spot in zip(self.sources, self._spots, strict=True)
         ]
 
@@ -374,7 +405,9 @@ class CombinedSource(Source):
         # A length that is only a hint gives no position.
         lengths = [source.length if source.exact else None for source in self.sources]
         spots = (
-            spots_at(self.combined.mode, lengths, start) if state is None else [Spot(*leaf["spot"]) for leaf in state]
+            spots_at(self.combined.mode, lengths, start)
+            if state is None
+            else [Spot(*leaf["spot"]) for leaf in state]
         )
         none = [Spot(0, 0, False)] * len(lengths)
         self._spots = list(spots or none)
@@ -389,7 +422,9 @@ class CombinedSource(Source):
             noted = partial(self._noted, i, opened) if self.stateful else opened
             leaf = Leaf(lengths[i], noted, opened)
             # Ranks compare the first batches at one time, also of a loader that they reach at different times.
-            early = self.combined.mode == "sequential" and self.sources[i].alone is None and not start
+            early = (
+                self.combined.mode == "sequential" and self.sources[i].alone is None and not start
+            )
             leaves.append(_opened_early(leaf) if early else leaf)
         return combine(self.combined.mode, leaves, self._join, start, spots)
 
@@ -401,8 +436,12 @@ class CombinedSource(Source):
             first = next(part for part in parts if part is not None)
         return self.combined.join(batches), first[1]
 
-    def _noted(self, leaf: int, opened: Callable[[int, int], Iterator[Any]], turn: int, batch: int) -> Iterator[Any]:
-        return self._read(leaf, opened(turn, batch), turn, batch)  # opened now: ranks may compare its first batch
+    def _noted(
+        self, leaf: int, opened: Callable[[int, int], Iterator[Any]], turn: int, batch: int
+    ) -> Iterator[Any]:
+        return self._read(
+            leaf, opened(turn, batch), turn, batch
+        )  # opened now: ranks may compare its first batch
 
     def _read(self, leaf: int, parts: Iterator[Any], turn: int, batch: int) -> Iterator[Any]:
         for part in parts:
@@ -423,6 +462,8 @@ def _reads(spot: Spot) -> bool:
     return spot.batch > 0 and not spot.over
 
 
-def _open(source: Source, epoch: int, passes: int, first: Spot, state: Any, turn: int, start: int) -> Iterator[Any]:
+def _open(
+    source: Source, epoch: int, passes: int, first: Spot, state: Any, turn: int, start: int
+) -> Iterator[Any]:
     known = (turn, start) == (first.turn, first.batch)
     return source.epoch(epoch, start, passes + turn, state if known else None)

@@ -16,7 +16,14 @@ from torch import Tensor
 
 from trainer_kit.core.errors import DataError
 
-__all__ = ["Division", "check_division", "divide_by_itself", "fingerprint", "loader_parts", "worker_parts"]
+__all__ = [
+    "Division",
+    "check_division",
+    "divide_by_itself",
+    "fingerprint",
+    "loader_parts",
+    "worker_parts",
+]
 
 _PARTS: Final = (
     "dataset",

@@ -118,7 +118,9 @@ class LoaderState:
         for at in [at for at in states if at < keep]:
             del states[at]
 
-    def state_dict(self, epoch: int | None = None, batch: int = 0, read: int = 0) -> dict[str, Any] | None:
+    def state_dict(
+        self, epoch: int | None = None, batch: int = 0, read: int = 0
+    ) -> dict[str, Any] | None:
         """Return the state for a checkpoint, in addition to these numbers; None if there is none.
 
         Args:
@@ -132,7 +134,12 @@ class LoaderState:
         inside = epoch == self._epoch
         if not source.stateful and not source.indexed and (inside or source.once):
             passed = read - batch if source.once else 0
-            return {**self._record(batch, source.state()), "epoch": epoch, "passed": passed, "rng": self._rng}
+            return {
+                **self._record(batch, source.state()),
+                "epoch": epoch,
+                "passed": passed,
+                "rng": self._rng,
+            }
         if not source.stateful and not source.generators:
             return None
         if not source.stateful and inside:
@@ -177,7 +184,9 @@ class LoaderState:
         """
         last = ranks[-1]
         if last is not None and list(last["kind"]) == self._kind:
-            self._source.leave_alone(last.get("alone", False))  # older checkpoints: every stream was divided here
+            self._source.leave_alone(
+                last.get("alone", False)
+            )  # older checkpoints: every stream was divided here
         saved = ranks[rank] if len(ranks) == self._size else self._resharded(last, len(ranks))
         if saved is None or list(saved["kind"]) != self._kind:
             return  # the state of another kind of loader: only the position is used
@@ -203,7 +212,9 @@ class LoaderState:
         if last is None or not self._source.stateful:
             return None if last is None else dict(last)
         saved = dict(last)
-        if saved["generators"] is not None and saved["ended"]:  # the next pass starts from the beginning
+        if (
+            saved["generators"] is not None and saved["ended"]
+        ):  # the next pass starts from the beginning
             return {**saved, "state": None, "skip": 0, "ended": False}
         if saved["state"] is not None or saved["skip"]:
             saved["state"] = self._source.resharded(saved["state"], saved["skip"] * ranks)
@@ -217,7 +228,9 @@ class LoaderState:
         if saved["epoch"] == epoch and saved["passed"]:
             return source.epoch(epoch, start + saved["passed"])
         if saved["epoch"] == epoch:
-            iterator = source.epoch(epoch, saved["batch"] if source.stateful else start, 0, saved["state"])
+            iterator = source.epoch(
+                epoch, saved["batch"] if source.stateful else start, 0, saved["state"]
+            )
             _skip(iterator, saved)
             return iterator
         if saved["state"] is not None or saved["skip"]:
@@ -307,7 +320,9 @@ class Feed:
         agree: Callable[[list[float]], list[list[float]]] | None = None,
     ) -> None:
         if not 0 <= rank < size:
-            raise DataError("a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}")
+            raise DataError(
+                "a feed's rank is one of 0 to size - 1", found=f"rank={rank}, size={size}"
+            )
         place = Place(
             rank=rank,
             size=size,
@@ -436,7 +451,11 @@ def _open(loader: Any, place: Place) -> Source:
         isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     )
     if one or not isinstance(loader, Iterable):
-        fix = "call it and pass what it returns" if callable(loader) else "pass a DataLoader or a list of batches"
+        fix = (
+            "call it and pass what it returns"
+            if callable(loader)
+            else "pass a DataLoader or a list of batches"
+        )
         if isinstance(loader, (Dataset, Tensor)):
             data = "TensorDataset(inputs, targets)" if isinstance(loader, Tensor) else "dataset"
             fix = f"pass a DataLoader: DataLoader({data}, batch_size=32), with shuffle=True for training"
@@ -483,7 +502,12 @@ class Ahead:
         (10, [1, 2])
     """
 
-    def __init__(self, iterator: Iterable[Any], move: Callable[[Any], Any], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        iterator: Iterable[Any],
+        move: Callable[[Any], Any],
+        device: torch.device | None = None,
+    ) -> None:
         self._iterator = iter(iterator)
         self._move = move
         self._device = device

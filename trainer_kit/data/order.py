@@ -193,7 +193,14 @@ class SampleBlocks(Split):
     """
 
     def __init__(
-        self, order: Iterable[Any], batch_size: int, *, drop_last: bool, rank: int, size: int, pad: bool = False
+        self,
+        order: Iterable[Any],
+        batch_size: int,
+        *,
+        drop_last: bool,
+        rank: int,
+        size: int,
+        pad: bool = False,
     ) -> None:
         self.batch_size = batch_size
         self.drop_last = drop_last
@@ -231,7 +238,9 @@ class SampleBlocks(Split):
     def _marked(self, share: list[Any], first: int) -> list[Any]:
         if self.shares is not None:
             self.shares.append(list(share))
-        return share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
+        return (
+            share if self._sample_seed is None else SeededIndices(share, self._sample_seed, first)
+        )
 
     def _from(self, first: int, head: list[Any]) -> Iterator[Any]:
         """Return the order from sample ``first``; with ``pad`` fill ``head`` with the start of the order."""
@@ -298,7 +307,11 @@ class BatchTurns(Split):
             if self.sized:
                 self._known[at // self.size] = sum(map(len, turn))
             if self.rank < len(turn) or head:
-                share = turn[self.rank] if self.rank < len(turn) else head[(self.rank - len(turn)) % len(head)]
+                share = (
+                    turn[self.rank]
+                    if self.rank < len(turn)
+                    else head[(self.rank - len(turn)) % len(head)]
+                )
                 if self.whole is not None and not after and len(share) < self.whole:
                     share = [*share, *islice(cycle(chain(*head)), self.whole - len(share))]
                 yield self._handed(share, at, sizes)

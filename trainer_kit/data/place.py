@@ -149,7 +149,9 @@ class Source(ABC):
     @abstractmethod
     def describe(self) -> str: ...
     @abstractmethod
-    def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[tuple[Any, int]]:
+    def epoch(
+        self, epoch: int, start: int = 0, turn: int = 0, state: Any = None
+    ) -> Iterator[tuple[Any, int]]:
         """Return batches with their number of samples; `MISSING` if this rank has no share of a global micro-batch.
 
         ``turn`` counts the passes within one epoch; ``state`` is the state at batch ``start``, if there is one.
@@ -223,8 +225,13 @@ def refuse_batch_size(loader: Any, place: Place) -> None:
 def one_for_one(loader: DataLoader[Any]) -> bool:
     """Whether a loader yields one batch for each list of indices that it draws, in the order of the lists."""
     kind: Any = type(loader)
-    made_by = {kind.__iter__.__module__.partition(".")[0], kind._get_iterator.__module__.partition(".")[0]}
-    return made_by <= {"torch", "torchdata"} and (loader.num_workers == 0 or getattr(loader, "in_order", True))
+    made_by = {
+        kind.__iter__.__module__.partition(".")[0],
+        kind._get_iterator.__module__.partition(".")[0],
+    }
+    return made_by <= {"torch", "torchdata"} and (
+        loader.num_workers == 0 or getattr(loader, "in_order", True)
+    )
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
@@ -234,7 +241,9 @@ def end_workers(loader: DataLoader[Any]) -> None:
     five seconds for each.
     """
     iterator = loader._iterator
-    if isinstance(iterator, _MultiProcessingDataLoaderIter):  # torchdata's keeps a state, and is another class
+    if isinstance(
+        iterator, _MultiProcessingDataLoaderIter
+    ):  # torchdata's keeps a state, and is another class
         loader.__dict__["_iterator"] = None
         iterator._shutdown_workers()
 
@@ -264,5 +273,7 @@ def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | 
         mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn, loader.num_workers)
         mine.multiprocessing_context = checked_context(loader.multiprocessing_context)
     if "_initial_iter_for_state_dict" in mine.__dict__:
-        mine.__dict__["_initial_iter_for_state_dict"] = False  # the iterator belongs to the user's loader
+        mine.__dict__["_initial_iter_for_state_dict"] = (
+            False  # the iterator belongs to the user's loader
+        )
     return mine, generator

@@ -15,7 +15,14 @@ from torch.nn.utils.rnn import PackedSequence
 from trainer_kit.core.errors import DataError
 from trainer_kit.core.tensors import children
 
-__all__ = ["BatchSizes", "EpochLength", "batch_size_of", "epoch_length", "limit_batches", "size_reader"]
+__all__ = [
+    "BatchSizes",
+    "EpochLength",
+    "batch_size_of",
+    "epoch_length",
+    "limit_batches",
+    "size_reader",
+]
 
 _PLAIN: Final = (str, bytes, range, int, float, complex, np.generic, type(None))
 """Values without samples in them."""
@@ -157,7 +164,11 @@ def _opaque(node: Any) -> Iterator[Any]:
 
 def _strings(node: Any) -> int:
     """Return the length of the first list of strings; 0 if there is none."""
-    if isinstance(node, (list, tuple)) and node and all(isinstance(child, (str, bytes)) for child in node):
+    if (
+        isinstance(node, (list, tuple))
+        and node
+        and all(isinstance(child, (str, bytes)) for child in node)
+    ):
         return len(node)
     for _, child in children(node):
         if count := _strings(child):
@@ -188,21 +199,33 @@ def limit_batches(length: int | None, limit: int | float | None, name: str) -> i
     found = f"{name}={limit!r}"
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or limit < 0:
         raise DataError(
-            f"{name} must be a number of batches or a fraction", found=found, fix="pass a value such as 100 or 0.25"
+            f"{name} must be a number of batches or a fraction",
+            found=found,
+            fix="pass a value such as 100 or 0.25",
         )
     if isinstance(limit, int):
         return limit if length is None else min(length, limit)
     if not limit <= 1.0:
         raise DataError(
-            f"{name} as a float must be a fraction from 0.0 to 1.0", found=found, fix="pass an int to count batches"
+            f"{name} as a float must be a fraction from 0.0 to 1.0",
+            found=found,
+            fix="pass an int to count batches",
         )
     if limit in (0.0, 1.0):
         return length if limit else 0
     if length is None:
-        found, fix = f"{found} for a loader without __len__", "pass a number of batches (an int), or 1.0 for all"
-        raise DataError(f"{name} is a fraction, but the number of batches is unknown", found=found, fix=fix)
+        found, fix = (
+            f"{found} for a loader without __len__",
+            "pass a number of batches (an int), or 1.0 for all",
+        )
+        raise DataError(
+            f"{name} is a fraction, but the number of batches is unknown", found=found, fix=fix
+        )
     if length and int(length * limit) == 0:
-        found, fix = f"{found} of {length} batches is less than one", f"at least {1 / length:.3g}, or an int"
+        found, fix = (
+            f"{found} of {length} batches is less than one",
+            f"at least {1 / length:.3g}, or an int",
+        )
         raise DataError(f"{name} selects no batch", found=found, fix=fix)
     return int(length * limit)
 
@@ -223,7 +246,9 @@ class EpochLength:
     certain: bool
 
 
-def epoch_length(length: int | None, exact: bool, limit: int | float | None, name: str) -> EpochLength:
+def epoch_length(
+    length: int | None, exact: bool, limit: int | float | None, name: str
+) -> EpochLength:
     """Return the length of an epoch.
 
     Args:

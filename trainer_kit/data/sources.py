@@ -31,7 +31,16 @@ from trainer_kit.data.division import (
     loader_parts,
     worker_parts,
 )
-from trainer_kit.data.order import EMPTY, MISSING, BatchTurns, SampleBlocks, Split, derive_seed, length_of, seed_globals
+from trainer_kit.data.order import (
+    EMPTY,
+    MISSING,
+    BatchTurns,
+    SampleBlocks,
+    Split,
+    derive_seed,
+    length_of,
+    seed_globals,
+)
 from trainer_kit.data.place import (
     Place,
     Source,
@@ -74,7 +83,10 @@ class ListSource(Source):
         return self._place.size == self.size
 
     def samples(self, index: int) -> int | None:
-        if type(self.batches) not in (list, tuple):  # a subclass may make each batch when it is read
+        if type(self.batches) not in (
+            list,
+            tuple,
+        ):  # a subclass may make each batch when it is read
             return None
         # A list holds its batches already: reading the sizes of other ranks' batches costs nothing.
         return self._sizes.total(self.batches[index * self.size : (index + 1) * self.size])
@@ -122,16 +134,27 @@ class IndexedSource(Source):
             sized = loader.batch_sampler is not None or isinstance(loader.sampler, BatchSampler)
             given = getattr(loader.batch_sampler, "batch_size", None)
             whole = self.per_rank_batch_size = given if isinstance(given, int) else None
-            self.split = BatchTurns(self.order, rank=rank, size=size, sized=sized, pad=place.pad, whole=whole)
-            self.loader.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = self.split
+            self.split = BatchTurns(
+                self.order, rank=rank, size=size, sized=sized, pad=place.pad, whole=whole
+            )
+            self.loader.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = (
+                self.split
+            )
         else:
             per_rank = place.batch_size or loader.batch_size or 1
             self.split = SampleBlocks(
-                self.order, per_rank, drop_last=loader.drop_last, rank=rank, size=size, pad=place.pad
+                self.order,
+                per_rank,
+                drop_last=loader.drop_last,
+                rank=rank,
+                size=size,
+                pad=place.pad,
             )
             self.loader.__dict__.update(batch_size=per_rank, batch_sampler=self.split)
             self.per_rank_batch_size = per_rank
-        self._drawn = one_for_one(loader) and (not isinstance(self.split, BatchTurns) or self.split.sized)
+        self._drawn = one_for_one(loader) and (
+            not isinstance(self.split, BatchTurns) or self.split.sized
+        )
         self.exact = one_for_one(loader) and _counts_exactly(self.order)
         self._sizes = BatchSizes()  # for a loader that makes its own batches
         self.counts = [self._sizes]
@@ -139,14 +162,22 @@ class IndexedSource(Source):
     def _find_order(self) -> tuple[Any, bool]:
         """Return what yields the indices (or batches of indices), and whether these are already one rank's part."""
         loader, place = self.given, self.place
-        order = loader.sampler if not self.own_batches or loader.batch_sampler is None else loader.batch_sampler
+        order = (
+            loader.sampler
+            if not self.own_batches or loader.batch_sampler is None
+            else loader.batch_sampler
+        )
         if not place.shard:
             return _reseeded(order, loader), False
         division = divide_by_itself(order, _SAMPLERS) or _divided_by_one(order)
         if division is None:
             return _reseeded(order, loader), False
         here = (place.size, place.rank)
-        if place.ordered and type(order) is DistributedSampler and (division.ranks, division.rank) == here:
+        if (
+            place.ordered
+            and type(order) is DistributedSampler
+            and (division.ranks, division.rank) == here
+        ):
             return _undivided(order), False
         if place.size > 1 and (division.ranks, division.rank) != here:
             raise DataError(
@@ -181,23 +212,33 @@ class IndexedSource(Source):
         else:
             how = f"in the order of {name}, drawn under (seed, epoch)"
         if self.split_by_user:
-            split = ", divided by the user's sampler" + (" (it may repeat samples)" if self.place.ordered else "")
+            split = ", divided by the user's sampler" + (
+                " (it may repeat samples)" if self.place.ordered else ""
+            )
         elif size == 1:
             split = ""
         elif self.own_batches:
             split = f", {size} consecutive batches to {size} ranks"
         else:
-            split = f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
+            split = (
+                f", {size} consecutive blocks of {self.per_rank_batch_size} samples to {size} ranks"
+            )
         return f"{kind_of(self.given)} over {kind_of(self.given.dataset)}, {how}{split}"
 
     @property
     def stride(self) -> list[tuple[str, int]]:
         size = self.place.part[1]
-        return [("batches", size)] if self.own_batches else [("samples", size * (self.per_rank_batch_size or 1))]
+        return (
+            [("batches", size)]
+            if self.own_batches
+            else [("samples", size * (self.per_rank_batch_size or 1))]
+        )
 
     @property
     def facts(self) -> list[dict[str, Any]]:
-        return [{"size": length_of(self.given.dataset), "unit": "samples", "order": kind_of(self.order)}]
+        return [
+            {"size": length_of(self.given.dataset), "unit": "samples", "order": kind_of(self.order)}
+        ]
 
     def state(self) -> Any:
         return {"generators": self._began} if self.generators else None
@@ -226,12 +267,21 @@ class IndexedSource(Source):
     def epoch(self, epoch: int, start: int = 0, turn: int = 0, state: Any = None) -> Iterator[Any]:
         given = self.given
         samplers = list(loader_parts(given.batch_sampler, _SAMPLERS))
-        set_epoch(epoch, *reversed(worker_parts(given)), *reversed(samplers), given.sampler, self.order, given)
+        set_epoch(
+            epoch,
+            *reversed(worker_parts(given)),
+            *reversed(samplers),
+            given.sampler,
+            self.order,
+            given,
+        )
         seed = derive_seed(self.place.seed, epoch, turn)
         ours = self.place.shard and not self.split_by_user
         sample_seed = derive_seed(seed) if ours else derive_seed(seed, self.place.rank)
         seeds = self.loader.num_workers > 0 or self.place.reproducible
-        self.split.begin(seed, start, sample_seed if seeds and given.batch_sampler is not None else None)
+        self.split.begin(
+            seed, start, sample_seed if seeds and given.batch_sampler is not None else None
+        )
         self.draw_from(state)  # the whole order of an epoch is drawn from the states at its start
         if self.generator is not None:
             # A different seed per rank, or the workers of all ranks would draw the same augmentations.
@@ -256,7 +306,12 @@ class IndexedSource(Source):
                 found=f"raised in {kind_of(self.given.dataset)} or the collate_fn of this {kind}",
                 fix="raise another error there, or let the sampler end where the data ends",
             )
-        if not split.handed and not split.empty and (start or self.place.part[1] > 1) and (self.length or 0) > start:
+        if (
+            not split.handed
+            and not split.empty
+            and (start or self.place.part[1] > 1)
+            and (self.length or 0) > start
+        ):
             raise DataError(
                 f"this {kind} does not read its batch sampler, so its data cannot be divided or skipped",
                 found=f"{kind}.__iter__ ended without taking one batch of indices",
@@ -292,13 +347,17 @@ def _counts_exactly(order: Any) -> bool:
     """Whether the length of a sampler or batch sampler is the number of its items: torch's own are known to be so."""
     if type(order) is BatchSampler:
         return _counts_exactly(order.sampler)
-    return isinstance(order, Sequence) or type(order).__module__.startswith(("torch.utils.data.", "trainer_kit."))
+    return isinstance(order, Sequence) or type(order).__module__.startswith(
+        ("torch.utils.data.", "trainer_kit.")
+    )
 
 
 def _own_batches(loader: DataLoader[Any]) -> bool:
     """Whether batches are not made from ``batch_size`` and the sampler."""
     made = loader.batch_sampler
-    return loader.batch_size is None or not (isinstance(made, BatchSampler) and made.sampler is loader.sampler)
+    return loader.batch_size is None or not (
+        isinstance(made, BatchSampler) and made.sampler is loader.sampler
+    )
 
 
 def _undivided(sampler: DistributedSampler[Any]) -> Any:
@@ -449,10 +508,14 @@ class StreamSource(Source):
     @property
     def facts(self) -> list[dict[str, Any]]:
         if not isinstance(self.given, DataLoader):
-            return [{"size": length_of(self.given), "unit": "batches", "order": kind_of(self.given)}]
+            return [
+                {"size": length_of(self.given), "unit": "batches", "order": kind_of(self.given)}
+            ]
         data = self.given.dataset
         workers = self.given.num_workers
-        return [{"size": length_of(data), "unit": "samples", "order": kind_of(data), "workers": workers}]
+        return [
+            {"size": length_of(data), "unit": "samples", "order": kind_of(data), "workers": workers}
+        ]
 
     def state(self) -> Any:
         if not self.stateful:
@@ -489,9 +552,13 @@ class StreamSource(Source):
         elif self._loaded:
             self._forget()
         workers = self.loader.num_workers if isinstance(self.loader, DataLoader) else 0
-        inside = resumes and start > 0  # the next batch of a started epoch is read under the generators of the run
+        inside = (
+            resumes and start > 0
+        )  # the next batch of a started epoch is read under the generators of the run
         alike = self.size > 1 and not workers and not self.once and not inside
-        iterator = self._seeded(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
+        iterator = (
+            self._seeded(derive_seed(self.place.seed, epoch, turn)) if alike else iter(self.loader)
+        )
         if self.alone is None and not resumes:
             iterator = self._compare(iterator)
         if self.once and self.begun:
@@ -523,7 +590,9 @@ class StreamSource(Source):
     def _forget(self) -> None:
         """Begin the next epoch at its start: litdata's loader goes on from a loaded state until it has ended once."""
         self._loaded = False
-        if getattr(self.loader, "restore", None) is True and type(self.loader).__module__.startswith("litdata."):
+        if getattr(self.loader, "restore", None) is True and type(
+            self.loader
+        ).__module__.startswith("litdata."):
             self.loader.restore = False
 
     def _seeded(self, seed: int) -> Iterator[Any]:
@@ -531,7 +600,9 @@ class StreamSource(Source):
         with preserved_rng():
             seed_globals(seed)
             iterator = iter(self.loader)
-            first = list(islice(iterator, 1))  # a generator function draws nothing before its first item
+            first = list(
+                islice(iterator, 1)
+            )  # a generator function draws nothing before its first item
         yield from first
         yield from iterator
 
@@ -549,7 +620,12 @@ class StreamSource(Source):
         first_rank = self.place.rank == 0
         began = time.monotonic()
         bar = bar_class()(
-            islice(iterator, count), "reading up to where it was", count, leave=False, delay=2, disable=not first_rank
+            islice(iterator, count),
+            "reading up to where it was",
+            count,
+            leave=False,
+            delay=2,
+            disable=not first_rank,
         )
         with preserved_rng():
             for _ in bar:
@@ -563,7 +639,11 @@ class StreamSource(Source):
             )
 
     def _owner(self) -> str:
-        return f"its dataset ({kind_of(self.given.dataset)})" if isinstance(self.given, DataLoader) else "it"
+        return (
+            f"its dataset ({kind_of(self.given.dataset)})"
+            if isinstance(self.given, DataLoader)
+            else "it"
+        )
 
     def _first(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
@@ -598,13 +678,18 @@ class _Counting:
 
 def has_state(owner: Any) -> bool:
     """Whether an object has torchdata's state protocol."""
-    return callable(getattr(owner, "state_dict", None)) and callable(getattr(owner, "load_state_dict", None))
+    return callable(getattr(owner, "state_dict", None)) and callable(
+        getattr(owner, "load_state_dict", None)
+    )
 
 
 def _reading_states(loader: DataLoader[Any]) -> Any:
     """Return a loader as torchdata's, which reads the state of its dataset in this process and in workers."""
     kind = type(loader)
-    if kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator:
+    if (
+        kind.__iter__ is not DataLoader.__iter__
+        or kind._get_iterator is not DataLoader._get_iterator
+    ):
         return loader  # it makes its own batches
     if loader.num_workers and not getattr(loader, "in_order", True):
         return loader  # batches arrive in any order: no state describes that

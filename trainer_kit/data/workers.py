@@ -64,8 +64,12 @@ class EndsWithParent:
 
 
 def _follow(parent: int, indices: Any, worker_id: int) -> None:
-    while not wait([parent], 1.0 if worker_id < len(indices) else None):  # readable when the parent has closed its end
-        indices[worker_id] = _read_index(sys._current_frames().get(threading.main_thread().ident or 0))
+    while not wait(
+        [parent], 1.0 if worker_id < len(indices) else None
+    ):  # readable when the parent has closed its end
+        indices[worker_id] = _read_index(
+            sys._current_frames().get(threading.main_thread().ident or 0)
+        )
     time.sleep(_GRACE)
     os._exit(1)
 
@@ -74,7 +78,9 @@ def _read_index(frame: FrameType | None) -> int:
     """The index that torch's loop over the indices of a batch has reached, -1 outside of it."""
     index: Any = -1
     while frame is not None:
-        index = frame.f_locals.get("idx", index) if frame.f_code.co_filename.endswith(_FETCH) else index
+        index = (
+            frame.f_locals.get("idx", index) if frame.f_code.co_filename.endswith(_FETCH) else index
+        )
         frame = frame.f_back
     return index if isinstance(index, int) else -1
 
@@ -94,8 +100,14 @@ def checked_context(given: BaseContext | None) -> BaseContext | None:
         ``given`` itself if it does not fork, or is not torch's or the standard library's fork context.
     """
     # Without `allow_none` this call would fix the default, which a script may still choose.
-    default = multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
-    forks = sys.platform != "win32" and type(given or multiprocessing.get_context(default)) is ForkContext
+    default = (
+        multiprocessing.get_start_method(allow_none=True)
+        or multiprocessing.get_all_start_methods()[0]
+    )
+    forks = (
+        sys.platform != "win32"
+        and type(given or multiprocessing.get_context(default)) is ForkContext
+    )
     return _CheckedContext() if forks else given
 
 
@@ -113,7 +125,9 @@ if sys.platform != "win32":
                 started = False
                 try:
                     process_obj.begins.close()
-                    started = reader.poll(patience)  # also True if the worker has ended; the loader reports that
+                    started = reader.poll(
+                        patience
+                    )  # also True if the worker has ended; the loader reports that
                 finally:
                     reader.close()
                     if not started:

@@ -41,7 +41,11 @@ def chosen_timeout(value: Any) -> float | None:
     if value is False or value == 0 or str(value).lower() in ("off", "0", "false", "no"):
         return math.inf
     try:
-        text = float(value) if isinstance(value, str) and value.replace(".", "", 1).isdigit() else value
+        text = (
+            float(value)
+            if isinstance(value, str) and value.replace(".", "", 1).isdigit()
+            else value
+        )
         found = Duration.parse(text, "s")
     except DurationError:
         found = None
@@ -72,7 +76,9 @@ class ProgressClock:
         self.position: Position | None = None
         self._token: Any = None
         self._step_since = now
-        self._ordinary = False  # whether the current step was seen from its start, without a long phase
+        self._ordinary = (
+            False  # whether the current step was seen from its start, without a long phase
+        )
 
     @property
     def every(self) -> float:
@@ -109,7 +115,12 @@ class ProgressClock:
         starts = self.step - self._first < _FIRST
         compiles = self.position is not None and self.position.phase == "compilation"
         # A waiting rank asks early: its remaining time depends on the rank for which it waits.
-        long = self.timeout is None and self.position is not None and self.position.patient and not self.position.call
+        long = (
+            self.timeout is None
+            and self.position is not None
+            and self.position.patient
+            and not self.position.call
+        )
         return max(limit, PATIENT) if starts or compiles or long else limit
 
     @property

@@ -97,11 +97,15 @@ class HangWatchdog:
         self._patience = patience()
         self._warned = False
         self._signal: tuple[int, float] | None = None  # its number, and its time
-        self._question: tuple[int, float, bool] | None = None  # its number, its time, and whether it may end the run
+        self._question: tuple[int, float, bool] | None = (
+            None  # its number, its time, and whether it may end the run
+        )
         self._not_before = 0.0
         self._answered = 0
         self._ending: threading.Thread | None = None  # the thread that will end this process
-        self._stopped: dict[int, float] = {}  # stopped ranks, each with the time at which this rank first saw that
+        self._stopped: dict[
+            int, float
+        ] = {}  # stopped ranks, each with the time at which this rank first saw that
         self._me = Report(
             rank=rank,
             host=socket.gethostname(),
@@ -125,13 +129,20 @@ class HangWatchdog:
             self._store.set(f"beat/{rank}", self._me.dumped())
         reads, self._writes = os.pipe()
         os.set_blocking(self._writes, False)
-        self._close = weakref.finalize(self, os.close, self._writes)  # closing the pipe ends the thread
+        self._close = weakref.finalize(
+            self, os.close, self._writes
+        )  # closing the pipe ends the thread
         self._wakeup = _wake_by_signals(self._writes) if signals else None
-        self._thread = threading.Thread(target=_run, args=(weakref.ref(self), reads), name="hang watchdog", daemon=True)
+        self._thread = threading.Thread(
+            target=_run, args=(weakref.ref(self), reads), name="hang watchdog", daemon=True
+        )
         self._thread.start()
         if size > 1:
             threading.Thread(
-                target=_guard, args=(weakref.ref(self), self._done), name="hang watchdog's guard", daemon=True
+                target=_guard,
+                args=(weakref.ref(self), self._done),
+                name="hang watchdog's guard",
+                daemon=True,
             ).start()
 
     @property
@@ -157,7 +168,9 @@ class HangWatchdog:
                 os.write(self._writes, b"\0")
             if threading.current_thread() is not self._thread:
                 self._thread.join(2.0)
-                if self._ending is not None:  # the end of another rank may have brought the main thread here
+                if (
+                    self._ending is not None
+                ):  # the end of another rank may have brought the main thread here
                     self._ending.join()
         self._close()
 
@@ -174,7 +187,9 @@ class HangWatchdog:
     def look(self) -> None:
         """Check once; the thread calls this."""
         now = time.monotonic()
-        gap = now - self._looked - self._slept  # this process was stopped, or its interpreter was locked
+        gap = (
+            now - self._looked - self._slept
+        )  # this process was stopped, or its interpreter was locked
         self._looked = now
         if self._measure(now, gap if gap > 2.0 else 0.0) and gap <= 2.0:
             self._warned, self._question = False, None
@@ -213,19 +228,26 @@ class HangWatchdog:
             finding = name_silent([0], answers, {0: server})
         else:
             problem = f"the store of the ranks does not answer (rank 0 or the launcher serves it); rank {self.rank} "
-            finding = Finding((), problem + f"waits {self.seconds:.0f} s", tuple(answers[self.rank].stack), True)
+            finding = Finding(
+                (), problem + f"waits {self.seconds:.0f} s", tuple(answers[self.rank].stack), True
+            )
         self._end(finding, code, answers, {0: server})
 
     def _measure(self, now: float, paused: float) -> bool:
         """Whether there was progress since the last check."""
         before = self._clock.since
         step, token = self._progress()
-        self._clock.look(find_position(sys._current_frames().get(self._main)), step, token, now, paused)
+        self._clock.look(
+            find_position(sys._current_frames().get(self._main)), step, token, now, paused
+        )
         return self._clock.since > before
 
     def _overdue(self, now: float) -> int | None:
         """Return the exit code if this rank has made no progress for too long."""
-        if self._signal is not None and now - max(self._signal[1], self._clock.since) >= self._clock.grace:
+        if (
+            self._signal is not None
+            and now - max(self._signal[1], self._clock.since) >= self._clock.grace
+        ):
             return 128 + self._signal[0]
         return EXIT_CODE if self.seconds >= self._clock.limit else None
 
@@ -238,7 +260,9 @@ class HangWatchdog:
         me.call, me.patient = position.call, position.patient
         me.seconds, me.left = self.seconds, min(clock.limit - self.seconds, 1e9)
         if self._signal is not None:
-            me.left = min(me.left, clock.grace - (time.monotonic() - max(self._signal[1], clock.since)))
+            me.left = min(
+                me.left, clock.grace - (time.monotonic() - max(self._signal[1], clock.since))
+            )
         if full:
             frame = sys._current_frames().get(self._main)
             me.stack = traceback.format_stack(frame)
@@ -292,9 +316,13 @@ class HangWatchdog:
         if waiting[0] != self.rank:
             return  # one process prints the line
         silent = "silent: it has ended or does not answer"
-        others = "; ".join(f"process {r} is {place or silent}" for r, place in at.items() if r not in waiting)
+        others = "; ".join(
+            f"process {r} is {place or silent}" for r, place in at.items() if r not in waiting
+        )
         who = ", ".join(map(str, waiting))
-        self._say(f"waiting for more than {self._patience:g} s {mine} (process {who}); {others}{self._advice}")
+        self._say(
+            f"waiting for more than {self._patience:g} s {mine} (process {who}); {others}{self._advice}"
+        )
 
     def _decide(self, answers: dict[int, Report], now: float) -> None:
         if math.isinf(self._clock.limit) and self._signal is None:
@@ -302,17 +330,25 @@ class HangWatchdog:
         last_words = {}
         for rank in set(range(self.size)) - set(answers):
             if self._store.check([f"beat/{rank}"]):
-                last_words[rank] = self._examined(Report(**json.loads(self._store.get(f"beat/{rank}"))), now)
+                last_words[rank] = self._examined(
+                    Report(**json.loads(self._store.get(f"beat/{rank}"))), now
+                )
         finding = find_culprits(answers, last_words, self.size)
         known = {**last_words, **answers}
         left = [known[rank].left for rank in finding.culprits if rank in known]
         if not finding.culprits:
-            left.append((self._clock.timeout or PATIENT) - self.seconds)  # a slow exchange, or a dead connection
+            left.append(
+                (self._clock.timeout or PATIENT) - self.seconds
+            )  # a slow exchange, or a dead connection
         code = self._overdue(now)
-        if code == EXIT_CODE and all(one.phase == OUTSIDE and not one.call for one in known.values()):
+        if code == EXIT_CODE and all(
+            one.phase == OUTSIDE and not one.call for one in known.values()
+        ):
             left.append(PATIENT)  # the script may be in one long call
         self._stopped = {rank: since for rank, since in self._stopped.items() if rank in last_words}
-        if code is None or (code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0):
+        if code is None or (
+            code == EXIT_CODE and not finding.certain and max(left, default=0.0) > 0
+        ):
             self._not_before = now + min(10.0, self._clock.limit, max(left, default=1.0))
             return
         self._end(finding, code, answers, last_words)
@@ -329,23 +365,40 @@ class HangWatchdog:
         elif is_stopped(one.pid):
             one.reason = "its process is stopped (SIGSTOP, or a debugger)"
             since = self._stopped.setdefault(one.rank, now)
-            one.left = self._clock.limit - (now - since) if long else 0.0  # it may have been stopped just now
+            one.left = (
+                self._clock.limit - (now - since) if long else 0.0
+            )  # it may have been stopped just now
         else:
             one.stack = read_stacks(one.pid, one.stacks).splitlines()
             one.reason = "its interpreter is locked by C code" if one.stack else ""
-            if one.stack and compiles and not any(part in line for line in one.stack for part in COMPILERS):
+            if (
+                one.stack
+                and compiles
+                and not any(part in line for line in one.stack for part in COMPILERS)
+            ):
                 one.left = -self.seconds  # it has left the phase of its last report
         return one
 
     def _end(
-        self, finding: Finding, code: int, answers: Mapping[int, Report], last_words: Mapping[int, Report]
+        self,
+        finding: Finding,
+        code: int,
+        answers: Mapping[int, Report],
+        last_words: Mapping[int, Report],
     ) -> None:
         """Write the verdict to the store; the first rank that does so decides for all."""
         root = self._directory()
         # The last report of a silent rank may be older than its hang.
-        step = min([answers[rank].step for rank in finding.culprits if rank in answers], default=self._clock.step)
+        step = min(
+            [answers[rank].step for rank in finding.culprits if rank in answers],
+            default=self._clock.step,
+        )
         place = "" if root is None else str(root / f"hang-{step}")
-        reason = f"{signal.Signals(code - 128).name} came, and the step does not end: " if code > 128 else ""
+        reason = (
+            f"{signal.Signals(code - 128).name} came, and the step does not end: "
+            if code > 128
+            else ""
+        )
         verdict = _Verdict(
             problem=reason + finding.problem,
             details=[*finding.details, *([f"stacks of all ranks: {place}"] if place else [])],
@@ -357,7 +410,9 @@ class HangWatchdog:
             by=self.rank,
         )
         if self._store is not None:
-            verdict = _Verdict(**json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict)))))
+            verdict = _Verdict(
+                **json.loads(self._store.compare_set("verdict", "", json.dumps(asdict(verdict))))
+            )
         if verdict.by == self.rank and "TRAINER_KIT_AGENT_PID" not in os.environ:
             _print_line(verdict.text)
         self._obey(verdict, last_words.values() if verdict.by == self.rank else ())
@@ -447,7 +502,14 @@ def hang_watchdog(
         yield
         return
     watchdog = HangWatchdog(
-        *(rank, size, timeout, progress, directory, lambda text: _print_line(f"[rank {rank}] {text}")),
+        *(
+            rank,
+            size,
+            timeout,
+            progress,
+            directory,
+            lambda text: _print_line(f"[rank {rank}] {text}"),
+        ),
         unit=unit,
         signals=True,
         note=note,
@@ -494,12 +556,22 @@ def _issued_calls() -> tuple[dict[str, Any], list[Any] | None]:
         the group and number of the last collective, or None. Without a recorder an empty dict and None.
     """
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):  # gloo, NCCL; some torch versions lack one
+    for name in (
+        "_dump_fr_trace_json",
+        "_dump_nccl_trace_json",
+    ):  # gloo, NCCL; some torch versions lack one
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
             entries += json.loads(dump() or "{}").get("entries", [])
-    others = {str(thread.ident) for thread in threading.enumerate() if thread is not threading.main_thread()}
-    ranks = {group.group_name: sorted(found) for group, found in dist.distributed_c10d._world.pg_group_ranks.items()}
+    others = {
+        str(thread.ident)
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+    }
+    ranks = {
+        group.group_name: sorted(found)
+        for group, found in dist.distributed_c10d._world.pg_group_ranks.items()
+    }
     groups: dict[str, Any] = {}
     last: list[Any] | None = None
     for entry in sorted(entries, key=lambda entry: int(entry["time_created_ns"])):
@@ -520,17 +592,27 @@ def _named(entry: dict[str, Any]) -> tuple[str, str]:
     """Return a collective's name with its input sizes, and the amount of data."""
     name = str(entry["profiling_name"]).rpartition(":")[2]
     sizes = entry.get("input_sizes") or []
-    text = ", ".join("x".join(map(str, size)) or "1" for size in sizes[:4]) + (", …" if len(sizes) > 4 else "")
+    text = ", ".join("x".join(map(str, size)) or "1" for size in sizes[:4]) + (
+        ", …" if len(sizes) > 4 else ""
+    )
     kinds = entry.get("input_dtypes") or []
-    amount = sum(math.prod(size) * _BYTES.get(kind, 4) for size, kind in zip(sizes, kinds, strict=False))
-    return f"{name}[{text}]" if text else name, f"{amount / 1e6:.1f} MB" if amount >= 1e5 else f"{amount} bytes"
+    amount = sum(
+        math.prod(size) * _BYTES.get(kind, 4) for size, kind in zip(sizes, kinds, strict=False)
+    )
+    return (
+        f"{name}[{text}]" if text else name,
+        f"{amount / 1e6:.1f} MB" if amount >= 1e5 else f"{amount} bytes",
+    )
 
 
 def _waiting_for(frame: FrameType | None) -> str:
     """Describe the worker for which a thread waits; "" if it waits for none."""
     while frame is not None:
         loader: Any = frame.f_locals.get("self")
-        if type(loader).__name__ == "_MultiProcessingDataLoaderIter" and frame.f_code.co_name == "_try_get_data":
+        if (
+            type(loader).__name__ == "_MultiProcessingDataLoaderIter"
+            and frame.f_code.co_name == "_try_get_data"
+        ):
             worker = loader._task_info.get(loader._rcvd_idx, (None,))[0]
             if worker is None:
                 return ""
@@ -544,9 +626,12 @@ def _waiting_for(frame: FrameType | None) -> str:
 _KIND: Final = "trainer_kit.core.errors.RankError"
 _MEETING: Final = 10.0  # seconds for all ranks to write, before the first one exits
 _NOTING: Final = 5.0  # seconds for the run's report to record the end
-_BEFORE_WAITING_RANKS: Final = 0.7  # seconds by which the rank that hangs exits first: launchers poll
+_BEFORE_WAITING_RANKS: Final = (
+    0.7  # seconds by which the rank that hangs exits first: launchers poll
+)
 _FIX: Final = (
-    "look at the stacks; if nothing hangs, give it more time with hang_timeout= (False switches the watchdog off)"
+    "look at the stacks; if nothing hangs, "
+    "give it more time with hang_timeout= (False switches the watchdog off)"
 )
 
 
@@ -583,7 +668,12 @@ class _Verdict:
 
 
 def _end_rank(
-    me: Report, size: int, verdict: _Verdict, silent: Collection[Report], store: Any, note: Callable[[str, str], Any]
+    me: Report,
+    size: int,
+    verdict: _Verdict,
+    silent: Collection[Report],
+    store: Any,
+    note: Callable[[str, str], Any],
 ) -> NoReturn:
     """Write this rank's stacks, report the failure to the launcher, and exit when all ranks have done so.
 
@@ -602,8 +692,15 @@ def _end_rank(
         write_stacks(directory / f"rank-{me.rank}.txt")
     hangs = me.rank in verdict.culprits
     waited = not hangs and verdict.culprits
-    _write_report(me, f"waited for {ranks_named(verdict.culprits)}" if waited else verdict.problem, verdict, not hangs)
-    here = [one for one in silent if _is_here(one, me)]  # these can neither write nor exit by themselves
+    _write_report(
+        me,
+        f"waited for {ranks_named(verdict.culprits)}" if waited else verdict.problem,
+        verdict,
+        not hangs,
+    )
+    here = [
+        one for one in silent if _is_here(one, me)
+    ]  # these can neither write nor exit by themselves
     for one in here:
         if directory is not None:
             with suppress(OSError):
@@ -621,7 +718,9 @@ def _end_rank(
         end_process(one.pid, one.started)
     if not hangs and size > 1:
         time.sleep(_BEFORE_WAITING_RANKS)
-    flushing = threading.Thread(target=_flush, daemon=True)  # the main thread may hold a stream's lock
+    flushing = threading.Thread(
+        target=_flush, daemon=True
+    )  # the main thread may hold a stream's lock
     flushing.start()
     flushing.join(0.5)
     os._exit(verdict.code)
@@ -646,7 +745,9 @@ def _write_report(one: Report, text: str, verdict: _Verdict, waited: bool) -> No
         end = [] if "TRAINER_KIT_AGENT_PID" in os.environ else [verdict.problem]
         stack = "\n".join([*verdict.details, f"fix: {_FIX}", *end])
         delay = 2 if waited else 0
-        write_report(one.error_file, one.rank, _KIND, text, stack, one.at, verdict.code, one.pid, delay)
+        write_report(
+            one.error_file, one.rank, _KIND, text, stack, one.at, verdict.code, one.pid, delay
+        )
 
 
 def _flush() -> None:

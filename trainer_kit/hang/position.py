@@ -18,7 +18,9 @@ __all__ = ["COMPILERS", "OUTSIDE", "Position", "find_position", "user_line"]
 
 # Frames hold the paths that were imported: links, such as that of an environment, stay as they are.
 _HERE: Final = str(Path(__file__).absolute().parents[1])
-_TORCH: Final = str(Path(torch.__file__).absolute().parent)  # torch may be outside this environment's directories
+_TORCH: Final = str(
+    Path(torch.__file__).absolute().parent
+)  # torch may be outside this environment's directories
 _LIBRARIES: Final = (
     *(_HERE, _TORCH, "<frozen"),
     *(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")),
@@ -86,7 +88,9 @@ def find_position(frame: FrameType | None) -> Position:
     """Return the position of a thread from its innermost frame."""
     frames = list(_outward(frame))
     phase, patient = _phase(frames)
-    debugged = "pydevd" in sys.modules or any(f.f_code.co_filename.endswith(_DEBUGGERS) for f in frames)
+    debugged = "pydevd" in sys.modules or any(
+        f.f_code.co_filename.endswith(_DEBUGGERS) for f in frames
+    )
     moves = tuple(hash((id(f), f.f_lasti)) for f in frames)
     return Position(phase, user_line(frame), _call(frames), patient, debugged, moves)
 
@@ -110,7 +114,9 @@ def _phase(frames: list[FrameType]) -> tuple[str, bool]:
         if found is None and name in _STEPS:
             found = _STEPS[name], False
         if found is None:
-            found = next(((phase, long) for part, phase, long in _FILES if file.startswith(part)), None)
+            found = next(
+                ((phase, long) for part, phase, long in _FILES if file.startswith(part)), None
+            )
         if found is not None and found[1]:
             return found  # a forward during validation may take long too
         inner = inner or found
@@ -121,7 +127,9 @@ def _hook(frame: FrameType) -> tuple[str, bool] | None:
     names = frame.f_code.co_varnames
     owner = frame.f_locals.get(names[0]) if names else None
     return (
-        None if owner is None or inspect.ismodule(owner) else (f"{type(owner).__name__}.{frame.f_code.co_name}", True)
+        None
+        if owner is None or inspect.ismodule(owner)
+        else (f"{type(owner).__name__}.{frame.f_code.co_name}", True)
     )
 
 

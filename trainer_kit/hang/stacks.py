@@ -11,9 +11,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["answering_file", "boot_id", "end_process", "is_stopped", "read_stacks", "start_time", "write_stacks"]
+__all__ = [
+    "answering_file",
+    "boot_id",
+    "end_process",
+    "is_stopped",
+    "read_stacks",
+    "start_time",
+    "write_stacks",
+]
 
-_SIGNAL: Final[int | None] = signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") and sys.platform == "linux" else None
+_SIGNAL: Final[int | None] = (
+    signal.SIGRTMAX - 3 if hasattr(signal, "SIGRTMAX") and sys.platform == "linux" else None
+)
 _FILE: dict[str, Any] = {}
 _WAIT: Final = 0.5  # seconds in which a process writes its stacks
 

@@ -75,7 +75,9 @@ class Report:
         """The name and the amount of data of the last collective."""
         if self.last is None:
             return None
-        found = next((one for one in self.groups[self.last[0]]["calls"] if one[0] == self.last[1]), None)
+        found = next(
+            (one for one in self.groups[self.last[0]]["calls"] if one[0] == self.last[1]), None
+        )
         return None if found is None else (found[1], found[2])
 
     @property
@@ -113,11 +115,15 @@ def ranks_named(ranks: list[int]) -> str:
         >>> ranks_named([0, 2]), ranks_named([1])
         ('ranks 0, 2', 'rank 1')
     """
-    listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    listed = ", ".join(map(str, ranks[:8])) + (
+        f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    )
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
-def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report], size: int) -> Finding:
+def find_culprits(
+    answers: Mapping[int, Report], last_words: Mapping[int, Report], size: int
+) -> Finding:
     """Find the ranks that hang; a rank that only waits for another is never one of them.
 
     Args:
@@ -141,13 +147,22 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
     behind = sorted(rank for rank in awaited if not blocked[rank])
     if not behind and awaited:  # each of them waits for another
         lines = tuple(f"{one.who} is in {one.call_named}, {one.place}" for one in answers.values())
-        return Finding(tuple(sorted(awaited)), "ranks wait for each other in different collectives", lines, True)
+        return Finding(
+            tuple(sorted(awaited)),
+            "ranks wait for each other in different collectives",
+            lines,
+            True,
+        )
     busy = behind or [rank for rank, one in answers.items() if not one.call]
     if not busy or len(busy) == size > 1:
         first = max(answers.values(), key=lambda one: one.seconds)
         if busy:
-            return Finding((first.rank,), f"{first.who} hangs {_doing(first)}", _stack(first), False)
-        together = f"all ranks wait in {first.call_named} at {first.at}: a connection between them is dead"
+            return Finding(
+                (first.rank,), f"{first.who} hangs {_doing(first)}", _stack(first), False
+            )
+        together = (
+            f"all ranks wait in {first.call_named} at {first.at}: a connection between them is dead"
+        )
         return Finding((), together, _stack(first), False)
     first = answers[busy[0]]
     waiting = [one for rank, one in answers.items() if rank not in busy]
@@ -158,7 +173,9 @@ def find_culprits(answers: Mapping[int, Report], last_words: Mapping[int, Report
     return Finding(tuple(busy), problem, _stack(first), False)
 
 
-def name_silent(silent: list[int], answers: Mapping[int, Report], last_words: Mapping[int, Report]) -> Finding:
+def name_silent(
+    silent: list[int], answers: Mapping[int, Report], last_words: Mapping[int, Report]
+) -> Finding:
     """Return a finding about ranks that do not answer; the arguments are those of `find_culprits`."""
     first = last_words.get(silent[0], Report(rank=silent[0]))
     host = f" ({first.host}, pid {first.pid})" if first.pid else ""
@@ -166,7 +183,10 @@ def name_silent(silent: list[int], answers: Mapping[int, Report], last_words: Ma
     last = f"; last seen at {first.at} in {first.phase}, {first.place}" if first.phase else ""
     waiting = [one for one in answers.values() if one.call]
     entered = f" and has not entered {waiting[0].call_named}; " if waiting else "; "
-    problem = f"rank {silent[0]}{host} does not answer{known}{entered}{_wait(waiting)}".removesuffix("; ") + last
+    problem = (
+        f"rank {silent[0]}{host} does not answer{known}{entered}{_wait(waiting)}".removesuffix("; ")
+        + last
+    )
     if len(silent) > 1:
         problem += f"; neither do {ranks_named(silent[1:])}"
     return Finding(tuple(silent), problem, _stack(first), False)
@@ -219,14 +239,20 @@ def _mismatch(answers: Mapping[int, Report]) -> Finding | None:
             theirs = answers.get(other)
             if theirs is None or other == rank or not theirs.groups.get(group):
                 continue
-            found = next((call for call in theirs.groups[group]["calls"] if call[0] == number), None)
+            found = next(
+                (call for call in theirs.groups[group]["calls"] if call[0] == number), None
+            )
             if found is not None and not _alike(mine.issued[0], found[1]):
                 now = theirs.place if theirs.last == mine.last else f"now {theirs.place}"
                 at = f"#{number} at {mine.at}"
                 problem = (
-                    f"{theirs.who} issued {found[1]} as collective {at}, where rank {rank} issued {mine.issued[0]}"
+                    f"{theirs.who} issued {found[1]} as collective {at}, "
+                    f"where rank {rank} issued {mine.issued[0]}"
                 )
-                lines = (f"rank {other}: {found[1]} {now}", f"rank {rank}: {mine.issued[0]} {mine.place}")
+                lines = (
+                    f"rank {other}: {found[1]} {now}",
+                    f"rank {rank}: {mine.issued[0]} {mine.place}",
+                )
                 return Finding((other,), problem, lines, certain=True)
     return None
 
@@ -235,5 +261,11 @@ def _alike(one: str, other: str) -> bool:
     """Whether two calls may belong to one collective: a gather or scatter has different inputs on its ranks."""
     name, _, size = one.partition("[")
     same, _, their_size = other.partition("[")
-    same_size = size == their_size or name not in ("all_reduce", "all_gather", "allgather", "broadcast", "barrier")
+    same_size = size == their_size or name not in (
+        "all_reduce",
+        "all_gather",
+        "allgather",
+        "broadcast",
+        "barrier",
+    )
     return name == same and same_size

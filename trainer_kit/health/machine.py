@@ -22,7 +22,14 @@ from typing import Final, final
 from trainer_kit.core.display import in_units
 from trainer_kit.core.errors import TrainerKitError
 
-__all__ = ["Finding", "check_disk", "check_machine", "check_shared_memory", "driver_version", "make_findings"]
+__all__ = [
+    "Finding",
+    "check_disk",
+    "check_machine",
+    "check_shared_memory",
+    "driver_version",
+    "make_findings",
+]
 
 _DISTRIBUTION: Final = "trainer-kit"
 _RELEASED: Final = 1_767_225_600  # 2026: an earlier clock is wrong
@@ -80,7 +87,9 @@ def make_findings(checks: dict[str, Callable[[], Iterator[Finding]]]) -> list[Fi
         try:
             found += check()
         except Exception as error:  # a check may fail on an unusual machine
-            found.append(Finding(about, f"the check failed: {type(error).__name__}: {error}", "warning"))
+            found.append(
+                Finding(about, f"the check failed: {type(error).__name__}: {error}", "warning")
+            )
     return found
 
 
@@ -92,7 +101,10 @@ def _versions() -> Iterator[Finding]:
         required = importlib.metadata.requires(_DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         yield Finding(
-            "trainer_kit", "is not installed as a package: versions are not checked", "warning", "pip install it"
+            "trainer_kit",
+            "is not installed as a package: versions are not checked",
+            "warning",
+            "pip install it",
         )
         return
     needed = [Requirement(line) for line in required]
@@ -104,14 +116,19 @@ def _versions() -> Iterator[Finding]:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
             unsupported.append(str(requirement))
-            yield Finding("packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'")
+            yield Finding(
+                "packages", f"{requirement.name} is missing", "fix", f"pip install '{requirement}'"
+            )
             continue
         if not requirement.specifier.contains(version, prereleases=True):
             unsupported.append(str(requirement))
             found = f"{requirement.name} {version}, where {requirement.specifier} is supported"
             yield Finding("packages", found, "fix", f"pip install '{requirement}'")
     if not unsupported:
-        yield Finding("packages", f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; supported dependencies")
+        yield Finding(
+            "packages",
+            f"trainer_kit {importlib.metadata.version(_DISTRIBUTION)}; supported dependencies",
+        )
 
 
 def _devices() -> Iterator[Finding]:
@@ -121,7 +138,10 @@ def _devices() -> Iterator[Finding]:
     from trainer_kit.core.environment import usable_cores
 
     built = torch.version.cuda or getattr(torch.version, "hip", None)
-    yield Finding("torch", f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}")
+    yield Finding(
+        "torch",
+        f"{torch.__version__}, {f'built for CUDA/ROCm {built}' if built else 'built without CUDA'}",
+    )
     device = present_accelerator()
     driver = driver_version()
     if device is not None:
@@ -130,8 +150,14 @@ def _devices() -> Iterator[Finding]:
         yield Finding("devices", f"{count} x {name}" + (f", driver {driver}" if driver else ""))
     elif driver or any(Path("/dev").glob("nvidia[0-9]*")):
         why = "torch is built without CUDA" if not built else "torch does not see it"
-        fix = "install a CUDA build of torch" if not built else "compare the driver's CUDA version with torch's"
-        yield Finding("devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix)
+        fix = (
+            "install a CUDA build of torch"
+            if not built
+            else "compare the driver's CUDA version with torch's"
+        )
+        yield Finding(
+            "devices", f"an NVIDIA device (driver {driver or 'unknown'}), and {why}", "fix", fix
+        )
     else:
         yield Finding("devices", "no accelerator; training runs on the CPU")
     yield Finding("cores", f"{usable_cores()} for this process, {torch.get_num_threads()} threads")
@@ -160,17 +186,27 @@ def _processes() -> Iterator[Finding]:
         yield Finding("ranks", f"{error.problem}: {error.found}", "fix", error.fix or "")
     else:
         what = (
-            f"rank {here.rank} of {here.world_size} ({here.source})" if here.launched else "not started by a launcher"
+            f"rank {here.rank} of {here.world_size} ({here.source})"
+            if here.launched
+            else "not started by a launcher"
         )
         yield Finding("ranks", f"this process is {what}")
     if not torch.distributed.is_available():
         yield Finding(
-            "backends", "torch is built without distributed training", "fix", "install another build of torch"
+            "backends",
+            "torch is built without distributed training",
+            "fix",
+            "install another build of torch",
         )
         return
     names = ", ".join(backends("gloo", "nccl"))
     lacks = "; GPUs without nccl" if torch.cuda.is_available() and "nccl" not in names else ""
-    yield Finding("backends", names + lacks, "warning" if lacks else "OK", "install a build of torch with NCCL")
+    yield Finding(
+        "backends",
+        names + lacks,
+        "warning" if lacks else "OK",
+        "install a build of torch with NCCL",
+    )
 
 
 def _network() -> Iterator[Finding]:
@@ -180,9 +216,13 @@ def _network() -> Iterator[Finding]:
         value = os.environ.get(variable, "")
         for name in filter(None, value.lstrip("^=").split(",")):
             if not any(interface.startswith(name) for interface in interfaces):
-                yield Finding("network", f"{variable}={value} names no interface", "fix", f"unset {variable}")
+                yield Finding(
+                    "network", f"{variable}={value} names no interface", "fix", f"unset {variable}"
+                )
     if error := _unusable(0):
-        yield Finding("network", f"loopback does not work: {error}", "fix", "bring up the interface lo")
+        yield Finding(
+            "network", f"loopback does not work: {error}", "fix", "bring up the interface lo"
+        )
     for name in filter(None, (socket.gethostname(), os.environ.get("MASTER_ADDR"))):
         try:
             began = time.monotonic()
@@ -191,13 +231,19 @@ def _network() -> Iterator[Finding]:
         except OSError as error:
             own = name == socket.gethostname()
             fix = (
-                f"add a line for {name} to /etc/hosts" if own else "set MASTER_ADDR to a name or address that resolves"
+                f"add a line for {name} to /etc/hosts"
+                if own
+                else "set MASTER_ADDR to a name or address that resolves"
             )
-            yield Finding("network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix)
+            yield Finding(
+                "network", f"{name} does not resolve: {error}", "warning" if own else "fix", fix
+            )
             continue
         text = f"{name} is {', '.join(sorted(addresses))}"
         slow = f", resolved after {took:.1f} s" if took > 1 else ""
-        yield Finding("network", text + slow, "warning" if slow else "OK", f"add {name} to /etc/hosts")
+        yield Finding(
+            "network", text + slow, "warning" if slow else "OK", f"add {name} to /etc/hosts"
+        )
 
 
 def _unusable(port: int) -> OSError | None:
@@ -218,15 +264,26 @@ def _ports() -> Iterator[Finding]:
 
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         here = Environment.detect()
-        yield Finding("ports", f"{here.master_addr}:{here.master_port} connects the {here.world_size} ranks")
+        yield Finding(
+            "ports", f"{here.master_addr}:{here.master_port} connects the {here.world_size} ranks"
+        )
         return
     port = os.environ.get("MASTER_PORT") or str(Environment().master_port)
     if not port.isdigit() or not 0 < int(port) < 65536:
-        yield Finding("ports", f"MASTER_PORT={port} is not a port", "fix", "unset it, or set a number up to 65535")
+        yield Finding(
+            "ports",
+            f"MASTER_PORT={port} is not a port",
+            "fix",
+            "unset it, or set a number up to 65535",
+        )
         return
     error = _unusable(int(port))
     level = "OK" if error is None else "fix" if "MASTER_PORT" in os.environ else "warning"
-    cannot = f", the rendezvous port of several machines, cannot be used: {error.strerror}" if error else " is free"
+    cannot = (
+        f", the rendezvous port of several machines, cannot be used: {error.strerror}"
+        if error
+        else " is free"
+    )
     yield Finding("ports", f"{port}{cannot}", level, "set MASTER_PORT to a port that is free")
 
 
@@ -239,7 +296,12 @@ def check_disk(directory: Path) -> Iterator[Finding]:
                 file.flush()
                 os.fsync(file.fileno())
         except OSError as error:
-            yield Finding(about, f"{place} cannot be written to: {error.strerror}", "fix", "use another directory")
+            yield Finding(
+                about,
+                f"{place} cannot be written to: {error.strerror}",
+                "fix",
+                "use another directory",
+            )
             continue
         free = shutil.disk_usage(place).free
         level, fix = _level(free, 10e9, 1e9), "make room: a checkpoint may be gigabytes"
@@ -269,7 +331,11 @@ def _limits() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     level = _level(math.inf if soft == resource.RLIM_INFINITY else soft, 4096, 1024)
     most = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    raised = "ulimit -n 65536" if hard == resource.RLIM_INFINITY or hard >= 65536 else f"ulimit -n {hard}"
+    raised = (
+        "ulimit -n 65536"
+        if hard == resource.RLIM_INFINITY or hard >= 65536
+        else f"ulimit -n {hard}"
+    )
     more = "in a container --ulimit nofile=65536, elsewhere /etc/security/limits.conf"
     fix = more if soft == hard else f"{raised} before training"
     yield Finding("open files", f"at most {soft} (up to {most})", level, fix)
@@ -278,12 +344,19 @@ def _limits() -> Iterator[Finding]:
 def _clock(directory: Path) -> Iterator[Finding]:
     now = time.time()
     if now < _RELEASED:
-        yield Finding("clock", f"it shows {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd")
+        yield Finding(
+            "clock", f"it shows {time.strftime('%Y-%m-%d')}", "fix", "set the clock, or start ntpd"
+        )
         return
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         difference = os.stat(file.name).st_mtime - time.time()
     if abs(difference) > 5:
         text = f"the files' clock is {difference:+.0f} s from this machine's"
-        yield Finding("clock", text, "warning", "synchronise both clocks with NTP; training does not depend on it")
+        yield Finding(
+            "clock",
+            text,
+            "warning",
+            "synchronise both clocks with NTP; training does not depend on it",
+        )
     else:
         yield Finding("clock", time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now)))

@@ -106,12 +106,18 @@ class Survey:
 
     def describe(self) -> str:
         """One line: the speeds, from the slowest to the fastest rank."""
-        parts = [f"{name} {_range(values, name)}" for name, values in _columns(self.ranks).items() if name != "link"]
+        parts = [
+            f"{name} {_range(values, name)}"
+            for name, values in _columns(self.ranks).items()
+            if name != "link"
+        ]
         count = len(self.ranks)
         return f"{count} rank{'s' * (count > 1)}, {', '.join(parts)} ({self.seconds:.1f} s)"
 
 
-def survey(group: Group, device: torch.device, directory: Path | None, beside: Sequence[Finding] = ()) -> Survey:
+def survey(
+    group: Group, device: torch.device, directory: Path | None, beside: Sequence[Finding] = ()
+) -> Survey:
     """Measure every rank, and compare them. Every rank must call it; a sync point of some tenths of a second.
 
     A rank that looks slow is measured again, together with all others, and is named if it is slow each time. Random
@@ -135,7 +141,12 @@ def survey(group: Group, device: torch.device, directory: Path | None, beside: S
             wrong = f"{directory} cannot be written to: {error.strerror}"
             notes.append(Finding("disk", wrong, "fix", "make room, or use another directory", host))
     own = RankHealth(
-        rank=group.rank, host=host, device=str(device), versions=versions(device), speeds=speeds, missing=missing
+        rank=group.rank,
+        host=host,
+        device=str(device),
+        versions=versions(device),
+        speeds=speeds,
+        missing=missing,
     )
     ranks: list[RankHealth] = []
     for _ in range(_ROUNDS):
@@ -188,7 +199,9 @@ def _columns(ranks: Sequence[RankHealth]) -> dict[str, list[float]]:
     return found
 
 
-def _compare(ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]) -> Iterator[Finding]:
+def _compare(
+    ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]
+) -> Iterator[Finding]:
     yield from _speeds(ranks)
     if len(ranks) > 1:
         yield from _clocks(ranks, offsets)
@@ -198,7 +211,9 @@ def _compare(ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]
 def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
     slow = slow_ranks(ranks)
     for name, values in _columns(ranks).items():
-        yield Finding(name, _range(values, name) + (f" on {len(values)} ranks" if len(values) > 1 else ""))
+        yield Finding(
+            name, _range(values, name) + (f" on {len(values)} ranks" if len(values) > 1 else "")
+        )
         for which, rank, part in slow:
             if which == name:
                 text = f"{rank}: {_rate(rank.speeds[name], name)}, {part:.2g} times the median of the ranks"
@@ -208,7 +223,13 @@ def _speeds(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
         if rank.speeds.get("disk", _SLOW_DISK) < _SLOW_DISK and ("disk", rank.rank) not in {
             (which, each.rank) for which, each, _ in slow
         }:
-            yield Finding("disk", f"{rank}: {_rate(rank.speeds['disk'], 'disk')}", "warning", _FIXES["disk"], rank.host)
+            yield Finding(
+                "disk",
+                f"{rank}: {_rate(rank.speeds['disk'], 'disk')}",
+                "warning",
+                _FIXES["disk"],
+                rank.host,
+            )
         for name, why in rank.missing.items():
             yield Finding(name, f"{rank}: {why}", "warning", "measure before training", rank.host)
 
@@ -225,7 +246,9 @@ def _rate(value: float, name: str) -> str:
     return f"{in_units(value)[:-1]}{_UNITS.get(name, 'B/s')}"
 
 
-def _clocks(ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]) -> Iterator[Finding]:
+def _clocks(
+    ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]]
+) -> Iterator[Finding]:
     usual = median_low([(low + high) / 2 for low, high in offsets])
     wrong = False
     for rank, (low, high) in zip(ranks, offsets, strict=True):
@@ -237,7 +260,9 @@ def _clocks(ranks: Sequence[RankHealth], offsets: Sequence[tuple[float, float]])
             yield Finding("clocks", text, "warning", _FIXES["clocks"], rank.host)
     if not wrong:
         most = max(high for _, high in offsets) - min(low for low, _ in offsets)
-        yield Finding("clocks", f"of {len(ranks)} ranks are equal within {max(most, 0.001) * 1000:.0f} ms")
+        yield Finding(
+            "clocks", f"of {len(ranks)} ranks are equal within {max(most, 0.001) * 1000:.0f} ms"
+        )
 
 
 def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
@@ -249,9 +274,13 @@ def _versions(ranks: Sequence[RankHealth]) -> Iterator[Finding]:
         if not others:
             equal.append(f"{name} {usual}")
         for version, _ in others:
-            where = ", ".join(str(rank) for rank in ranks if rank.versions.get(name, "none") == version)
+            where = ", ".join(
+                str(rank) for rank in ranks if rank.versions.get(name, "none") == version
+            )
             text = f"{name} {version} on {where}, and {usual} on {most} rank{'s' * (most > 1)}"
-            yield Finding("versions", text, "fix" if name in _MUST_BE_EQUAL else "warning", _FIXES["versions"])
+            yield Finding(
+                "versions", text, "fix" if name in _MUST_BE_EQUAL else "warning", _FIXES["versions"]
+            )
     if equal:
         yield Finding("versions", f"equal on {len(ranks)} ranks: {', '.join(equal)}")
 
@@ -293,7 +322,9 @@ def _local_speeds(device: torch.device) -> tuple[dict[str, float], dict[str, str
         device: it is waited for (a sync point).
     """
     speeds, missing = dict[str, float](), dict[str, str]()
-    if device.type == "xla":  # it compiles lazily, so the time of a call is not the time of its work
+    if (
+        device.type == "xla"
+    ):  # it compiles lazily, so the time of a call is not the time of its work
         return speeds, dict.fromkeys(("GEMM", "memory"), "not measured on xla")
     for name, prepare in (("GEMM", _gemm), ("memory", _copies)):
         try:
@@ -314,7 +345,9 @@ def _gemm(device: torch.device) -> tuple[_Work, float]:
     # Random numbers switch as many bits as a model does; zeros would save the power that limits the clock.
     numbers = torch.Generator(device).manual_seed(0)
     dtype = torch.float32 if on_cpu else torch.float16
-    left, right = (torch.rand(size, size, device=device, generator=numbers).to(dtype) for _ in range(2))
+    left, right = (
+        torch.rand(size, size, device=device, generator=numbers).to(dtype) for _ in range(2)
+    )
     product = torch.empty_like(left)
     return lambda: torch.mm(left, right, out=product), 2.0 * size**3
 
@@ -322,7 +355,9 @@ def _gemm(device: torch.device) -> tuple[_Work, float]:
 def _copies(device: torch.device) -> tuple[_Work, float]:
     """A copy from one part of memory to another, the next one at each call, and the bytes that it reads and writes."""
     size, parts = (32 * _MIB, 8) if device.type == "cpu" else (256 * _MIB, 1)
-    source, target = (torch.ones(parts, size // parts, dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (
+        torch.ones(parts, size // parts, dtype=torch.uint8, device=device) for _ in range(2)
+    )
     turns = cycle(range(parts))  # a part is not in the caches any more when its turn comes again
 
     def work() -> None:
@@ -357,7 +392,12 @@ def group_speeds(group: Group, device: torch.device) -> tuple[dict[str, float], 
         return amount / _fastest(work, device, _REPEATS[name], group.barrier)
 
     with _aside():
-        speeds = {"all-reduce": 2 * (size - 1) / size * speed("all-reduce", lambda: group.all_reduce(sent, "max"))}
+        speeds = {
+            "all-reduce": 2
+            * (size - 1)
+            / size
+            * speed("all-reduce", lambda: group.all_reduce(sent, "max"))
+        }
         if size > 3:
             shifts = [_shift(group, sent, received, distance) for distance in (1, 2)]
             speeds["link"] = max(speed("link", shift) for shift in shifts)
@@ -392,11 +432,17 @@ def _shift(group: Group, sent: torch.Tensor, received: torch.Tensor, distance: i
 @contextmanager
 def _aside() -> Iterator[None]:
     """Compute without gradients and autocast, whatever surrounds the measurement."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+    with (
+        torch.no_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.autocast("cuda", enabled=False),
+    ):
         yield
 
 
-def _fastest(work: _Work, device: torch.device, repeats: int, before: Callable[[], None] | None = None) -> float:
+def _fastest(
+    work: _Work, device: torch.device, repeats: int, before: Callable[[], None] | None = None
+) -> float:
     """Seconds of the fastest of ``repeats`` calls; one more warms up.
 
     On CUDA events take the time on the device; elsewhere the host takes it, and waits for the device.
@@ -458,7 +504,9 @@ def clock_offsets(group: Group) -> list[tuple[float, float]]:
     return [(0.0, 0.0), *(_bounds(entered, exits, rank) for rank in range(1, group.size))]
 
 
-def _bounds(entered: Sequence[Sequence[float]], exits: Sequence[Sequence[float]], rank: int) -> tuple[float, float]:
+def _bounds(
+    entered: Sequence[Sequence[float]], exits: Sequence[Sequence[float]], rank: int
+) -> tuple[float, float]:
     low = max(at[rank] - out for at, out in zip(entered, exits[0], strict=True))
     high = min(out - at[0] for at, out in zip(entered, exits[rank], strict=True))
     return low, max(low, high)
@@ -474,7 +522,11 @@ def _disk_speed(directory: Path) -> float:
         >>> _disk_speed(Path(tempfile.gettempdir())) > 0
         True
     """
-    block, (most, seconds), written = os.urandom(4 * _MIB), _DISK, 0  # random: some file systems compress
+    block, (most, seconds), written = (
+        os.urandom(4 * _MIB),
+        _DISK,
+        0,
+    )  # random: some file systems compress
     with tempfile.NamedTemporaryFile(dir=directory, buffering=0) as file:
         began = time.perf_counter()
         while written < most and time.perf_counter() - began < seconds:

@@ -91,7 +91,9 @@ def resolve_dtype(dtype: torch.dtype | str) -> torch.dtype:
         return torch_dtype(dtype.removeprefix("torch."))
     except TypeError as error:
         known = [name for name in vars(torch) if isinstance(vars(torch)[name], torch.dtype)]
-        raise ConfigurationError(f"unknown dtype {dtype!r}", fix=did_you_mean(dtype, known)) from error
+        raise ConfigurationError(
+            f"unknown dtype {dtype!r}", fix=did_you_mean(dtype, known)
+        ) from error
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -162,7 +164,11 @@ def compute_module_sizes(
 
 
 def _bits(dtype: Dtype) -> int:
-    return _BITS[dtype] if isinstance(dtype, str) and dtype in _BITS else resolve_dtype(dtype).itemsize * 8
+    return (
+        _BITS[dtype]
+        if isinstance(dtype, str) and dtype in _BITS
+        else resolve_dtype(dtype).itemsize * 8
+    )
 
 
 def find_units(
@@ -185,7 +191,11 @@ def find_units(
     units: list[Unit] = []
     owner: dict[int, Unit] = {}
     for name, tensors in _pieces("", module, whole):
-        sharing = {id(unit) for unit in (owner.get(id(tensor)) for tensor in tensors.values()) if unit is not None}
+        sharing = {
+            id(unit)
+            for unit in (owner.get(id(tensor)) for tensor in tensors.values())
+            if unit is not None
+        }
         parts = [unit for unit in units if id(unit) in sharing]
         home = parts[0] if parts else Unit([])
         if not parts:
@@ -202,7 +212,9 @@ def find_units(
     return units
 
 
-def _pieces(name: str, part: nn.Module, whole: Collection[str]) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def _pieces(
+    name: str, part: nn.Module, whole: Collection[str]
+) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield layers, whole blocks, and direct tensors of modules with children, by name, each with its tensors."""
     prefix = f"{name}." if name else ""
     children = {key: child for key, child in part._modules.items() if child is not None}
@@ -257,7 +269,10 @@ def get_max_memory(max_memory: Mapping[Device, int | str] | None = None) -> dict
                 found[index] = int(_SHARE * (free_memory(torch.device(kind.type, index)) or 0))
         found["cpu"] = int(_SHARE * (free_memory(torch.device("cpu")) or 0))
         return found
-    given = {name_of(device): in_bytes(size, f"max_memory[{device!r}]") for device, size in max_memory.items()}
+    given = {
+        name_of(device): in_bytes(size, f"max_memory[{device!r}]")
+        for device, size in max_memory.items()
+    }
     return {device: given[device] for device in sorted(given, key=order_of)}
 
 
@@ -273,7 +288,9 @@ def name_of(device: Device) -> int | str:
         return str(torch.device(device))
     except (RuntimeError, TypeError) as error:
         raise StrategyError(
-            f"{device!r} is not a device", found=str(error).splitlines()[0], fix='use 0, 1, ..., "cpu" or "disk"'
+            f"{device!r} is not a device",
+            found=str(error).splitlines()[0],
+            fix='use 0, 1, ..., "cpu" or "disk"',
         ) from error
 
 
@@ -302,7 +319,9 @@ def resolve_device(device: Device) -> torch.device:
     if kind is None or not 0 <= device < count:
         here = "no accelerator" if kind is None else f"{count} of {kind.type}"
         raise StrategyError(
-            f"this machine has no device {device}", found=here, fix='use "cpu" and "disk" in the device map'
+            f"this machine has no device {device}",
+            found=here,
+            fix='use "cpu" and "disk" in the device map',
         )
     return torch.device(kind.type, device)
 
@@ -352,7 +371,10 @@ def infer_auto_device_map(
         {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
     units = find_units(
-        model, no_split_module_classes, tensor_sizes(model, dtype, special_dtypes), buffers_stay=not offload_buffers
+        model,
+        no_split_module_classes,
+        tensor_sizes(model, dtype, special_dtypes),
+        buffers_stay=not offload_buffers,
     )
     room = {device: size for device, size in get_max_memory(max_memory).items() if device != "disk"}
     _check_largest(units, room)
@@ -393,7 +415,12 @@ def get_balanced_memory(
     """
     room = get_max_memory(max_memory)
     used = [device for device in accelerators(room) if room[device] > 0]
-    units = find_units(model, no_split_module_classes, tensor_sizes(model, dtype, special_dtypes), buffers_stay=True)
+    units = find_units(
+        model,
+        no_split_module_classes,
+        tensor_sizes(model, dtype, special_dtypes),
+        buffers_stay=True,
+    )
     if len(used) < 2 or not _fits(units, {device: room[device] for device in used}):
         return room
     if low_zero:
@@ -403,7 +430,9 @@ def get_balanced_memory(
     before = {device: room[device] for device in accelerators(room) if device not in used}
     share = _least(
         max(room[device] for device in used),
-        lambda most: _fits(units, {**before, **{device: min(most, room[device]) for device in used}}),
+        lambda most: _fits(
+            units, {**before, **{device: min(most, room[device]) for device in used}}
+        ),
     )
     return {**room, **{device: min(share, room[device]) for device in used[:-1]}}
 
@@ -432,13 +461,21 @@ def resolve_device_map(
     whole, spread = no_split_module_classes, device_map != "sequential"
     if spread:
         low = device_map == "balanced_low_0"
-        max_memory = get_balanced_memory(model, max_memory, whole, dtype, special_dtypes, low_zero=low)  # type: ignore[assignment]
-    return dict(infer_auto_device_map(model, max_memory, whole, dtype, special_dtypes, offload_buffers=offload_buffers))
+        max_memory = get_balanced_memory(
+            model, max_memory, whole, dtype, special_dtypes, low_zero=low
+        )  # type: ignore[assignment]
+    return dict(
+        infer_auto_device_map(
+            model, max_memory, whole, dtype, special_dtypes, offload_buffers=offload_buffers
+        )
+    )
 
 
 def _place(units: Sequence[Unit], room: Mapping[int | str, int], fallback: bool) -> list[int | str]:
     """Return a device for each unit. The reserved room grows until each offloaded unit fits into it."""
-    on_accelerator = on_host = 0  # bytes reserved for offloaded units on the computing accelerator, and on the host
+    on_accelerator = on_host = (
+        0  # bytes reserved for offloaded units on the computing accelerator, and on the host
+    )
     while True:
         places = _fill(units, room, on_accelerator, on_host, fallback)
         away = [unit for unit, place in zip(units, places, strict=True) if place in ("cpu", "disk")]
@@ -457,7 +494,11 @@ def _largest(units: Sequence[Unit]) -> int:
 
 
 def _fill(
-    units: Sequence[Unit], room: Mapping[int | str, int], on_accelerator: int, on_host: int, fallback: bool
+    units: Sequence[Unit],
+    room: Mapping[int | str, int],
+    on_accelerator: int,
+    on_host: int,
+    fallback: bool,
 ) -> list[int | str]:
     places: list[int | str] = ["disk"] * len(units)
     waiting, computes = list(range(len(units))), False
@@ -501,7 +542,9 @@ def _check_largest(units: Sequence[Unit], room: Mapping[int | str, int]) -> None
         )
 
 
-def _warn_of_idle(units: Sequence[Unit], room: Mapping[int | str, int], places: Collection[int | str]) -> None:
+def _warn_of_idle(
+    units: Sequence[Unit], room: Mapping[int | str, int], places: Collection[int | str]
+) -> None:
     idle = [device for device in accelerators(room) if room[device] > 0]
     if idle and not accelerators(places) and any(unit.size for unit in units):
         large = max(unit.size for unit in units)
@@ -513,7 +556,9 @@ def _warn_of_idle(units: Sequence[Unit], room: Mapping[int | str, int], places: 
         )
 
 
-def _in_order(name: str, part: nn.Module, places: Mapping[str, int | str], clean: bool) -> dict[str, int | str]:
+def _in_order(
+    name: str, part: nn.Module, places: Mapping[str, int | str], clean: bool
+) -> dict[str, int | str]:
     """Return the devices of a module's parts in the order of modules; only the module's if all are equal."""
     if name in places:
         return {name: places[name]}

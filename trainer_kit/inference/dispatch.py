@@ -17,8 +17,21 @@ from trainer_kit.core.devices import present_accelerator
 from trainer_kit.core.errors import CheckpointError, StrategyError, did_you_mean
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.inference.device_map import Device, accelerators, name_of, resolve_device
-from trainer_kit.inference.lazy_weights import OnDisk, open_weights, read_one, tensor_like, write_weights
-from trainer_kit.inference.offload_hooks import Call, LayerHooks, ModelHooks, OffloadedTensor, is_meta, put
+from trainer_kit.inference.lazy_weights import (
+    OnDisk,
+    open_weights,
+    read_one,
+    tensor_like,
+    write_weights,
+)
+from trainer_kit.inference.offload_hooks import (
+    Call,
+    LayerHooks,
+    ModelHooks,
+    OffloadedTensor,
+    is_meta,
+    put,
+)
 
 __all__ = [
     "Dispatched",
@@ -58,7 +71,9 @@ class Dispatched:
         hooks: of the model.
     """
 
-    def __init__(self, offloaded: list[tuple[OffloadedTensor, list[Slot]]], hooks: ModelHooks) -> None:
+    def __init__(
+        self, offloaded: list[tuple[OffloadedTensor, list[Slot]]], hooks: ModelHooks
+    ) -> None:
         self.offloaded = offloaded
         self.hooks = hooks
         self.handles: list[Any] = []
@@ -73,7 +88,9 @@ class Dispatched:
 
     def hook(self, module: nn.Module, hooks: LayerHooks | ModelHooks) -> None:
         """Register hooks around the module's forward and around its own hooks, which use its weights too."""
-        self.handles.append(module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True))
+        self.handles.append(
+            module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True)
+        )
         self.handles.append(module.register_forward_hook(hooks.after, always_call=True))
         call = module.__dict__.get("_call_impl")
         if not isinstance(call, Call):
@@ -83,7 +100,11 @@ class Dispatched:
 
 
 def _read_state(
-    tensors: Mapping[str, OffloadedTensor], module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    tensors: Mapping[str, OffloadedTensor],
+    module: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
 ) -> None:
     """A ``state_dict`` hook that reads the weights of one module from disk."""
     for key, tensor in tensors.items():
@@ -152,7 +173,9 @@ class _Move:
 def _plan(tied: Tied, places: Places, source: _Source, offload_buffers: bool) -> _Move:
     origin = None
     if is_meta(tied.tensor):
-        origin = next((found for slot in tied.slots if (found := source(slot.name)) is not None), None)
+        origin = next(
+            (found for slot in tied.slots if (found := source(slot.name)) is not None), None
+        )
     resident = _residents(tied, places, offload_buffers)
     settled = {slot.name for slots in resident.values() for slot in slots}
     return _Move(tied, origin, resident, [slot for slot in tied.slots if slot.name not in settled])
@@ -167,7 +190,11 @@ def _move_all(model: nn.Module, moves: list[_Move], places: Places, offload_dir:
         StrategyError: the source of a meta tensor is unknown, or a directory for tensors that go to disk is missing.
     """
     _check_content(moves)
-    to_disk = [m.tied for m in moves if m.away and not is_meta(m.tied.tensor) and _belongs_on_disk(m.tied, places)]
+    to_disk = [
+        m.tied
+        for m in moves
+        if m.away and not is_meta(m.tied.tensor) and _belongs_on_disk(m.tied, places)
+    ]
     written = _write(to_disk, offload_dir)
     undo_dispatch(model)
     offloaded = []
@@ -234,7 +261,9 @@ def _write(to_disk: list[Tied], offload_dir: Any) -> OnDisk | None:
             f"{first_names([tied.slots[0].name for tied in to_disk])} go to disk, but no directory is given",
             fix="pass offload_dir (offload_folder where a checkpoint is loaded)",
         )
-    return write_weights(offload_dir, {tied.slots[0].name: tied.tensor.detach() for tied in to_disk})
+    return write_weights(
+        offload_dir, {tied.slots[0].name: tied.tensor.detach() for tied in to_disk}
+    )
 
 
 def _settle(move: _Move) -> None:
@@ -289,13 +318,19 @@ def _attach(
     by_module: dict[str, list[tuple[nn.Module, str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
         for slot in slots:
-            by_module.setdefault(_loader(model, slot.path, preload), []).append((slot.module, slot.key, tensor))
+            by_module.setdefault(_loader(model, slot.path, preload), []).append(
+                (slot.module, slot.key, tensor)
+            )
     modules = dict(model.named_modules(remove_duplicate=False))
     hooked = {"", *by_module, *(name for name in device_map if several and name in modules)}
     for name in sorted(hooked, key=lambda name: name.count(".")):
         device = _device_of(name, modules[name], places)
-        dispatched.hook(modules[name], LayerHooks(name, device, by_module.get(name, []), skip, lock))
-    dispatched.hook(model, hooks)  # registered last, so it runs first, and sees the inputs on the caller's device
+        dispatched.hook(
+            modules[name], LayerHooks(name, device, by_module.get(name, []), skip, lock)
+        )
+    dispatched.hook(
+        model, hooks
+    )  # registered last, so it runs first, and sees the inputs on the caller's device
     dispatched.guard(model)
     for name in {slot.path for _, slots in offloaded for slot in slots} - {""}:
         dispatched.guard(modules[name])
@@ -320,15 +355,21 @@ def _device_of(name: str, module: nn.Module, places: Places) -> torch.device:
     return places.runs_on(f"{name}.{own[0]}" if own else name)
 
 
-def _guard_states(dispatched: Dispatched, offloaded: list[tuple[OffloadedTensor, list[Slot]]]) -> None:
+def _guard_states(
+    dispatched: Dispatched, offloaded: list[tuple[OffloadedTensor, list[Slot]]]
+) -> None:
     on_disk: dict[int, tuple[nn.Module, dict[str, OffloadedTensor]]] = {}
     for tensor, slots in offloaded:
         for slot in slots if tensor.source is not None else ():
             on_disk.setdefault(id(slot.module), (slot.module, {}))[1][slot.key] = tensor
     for module, tensors in on_disk.values():
         hooked: Any = module  # torch does not type these two methods
-        dispatched.handles.append(hooked.register_state_dict_post_hook(partial(_read_state, tensors)))
-        dispatched.handles.append(hooked.register_load_state_dict_pre_hook(dispatched.hooks.refuse_loading))
+        dispatched.handles.append(
+            hooked.register_state_dict_post_hook(partial(_read_state, tensors))
+        )
+        dispatched.handles.append(
+            hooked.register_load_state_dict_pre_hook(dispatched.hooks.refuse_loading)
+        )
 
 
 @final
@@ -408,7 +449,11 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict
     found = {name: name_of(device) for name, device in device_map.items()}
     places = Places(found, None)
     missing = [
-        slot.name for tied in find_tied(model) if tied.persistent for slot in tied.slots if not places.covers(slot.name)
+        slot.name
+        for tied in find_tied(model)
+        if tied.persistent
+        for slot in tied.slots
+        if not places.covers(slot.name)
     ]
     unknown = [name for name in found if name not in known]
     hint = f"; {unknown[0]!r} is not a module: {did_you_mean(unknown[0], known)}" if unknown else ""
@@ -419,7 +464,10 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> dict
             fix=f"list every module or one of its parents, or '' for the rest{hint}",
         )
     if unknown:
-        warnings.warn(f"the device map has names that are not in the model: {first_names(unknown)}{hint}", stacklevel=4)
+        warnings.warn(
+            f"the device map has names that are not in the model: {first_names(unknown)}{hint}",
+            stacklevel=4,
+        )
     return found
 
 
@@ -610,7 +658,9 @@ def _sources(
     noted = _sources_of(model)
     given = dict(state_dict or {})
     files: dict[str, OnDisk | dict[str, Tensor]] = {}
-    empty = any(noted(slot.name) is None for t in find_tied(model) if is_meta(t.tensor) for slot in t.slots)
+    empty = any(
+        noted(slot.name) is None for t in find_tied(model) if is_meta(t.tensor) for slot in t.slots
+    )
     folder: Mapping[str, Tensor] = {}
     if empty and offload_dir is not None and os.path.isdir(offload_dir):
         try:
@@ -647,7 +697,9 @@ class UserCpuOffloadHook:
         previous: the hook of the model to offload first, or None.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, previous: UserCpuOffloadHook | None
+    ) -> None:
         self.model = model
         self.device = device
         self.previous = previous

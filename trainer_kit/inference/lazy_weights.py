@@ -14,7 +14,13 @@ from typing import Final, final
 import torch
 from torch import Tensor
 
-from trainer_kit.checkpoint.files import TENSOR_DTYPES, named_failure, safetensors_bytes, same_bits, write_file
+from trainer_kit.checkpoint.files import (
+    TENSOR_DTYPES,
+    named_failure,
+    safetensors_bytes,
+    same_bits,
+    write_file,
+)
 from trainer_kit.checkpoint.layout import Assembled, ShardFiles, TensorLayout
 from trainer_kit.checkpoint.manifest import MANIFEST
 from trainer_kit.checkpoint.weights import (
@@ -28,7 +34,15 @@ from trainer_kit.checkpoint.weights import (
 from trainer_kit.core.errors import CheckpointError
 from trainer_kit.core.location import RemotePath, locate
 
-__all__ = ["Lazy", "OnDisk", "have_equal_content", "open_weights", "read_one", "tensor_like", "write_weights"]
+__all__ = [
+    "Lazy",
+    "OnDisk",
+    "have_equal_content",
+    "open_weights",
+    "read_one",
+    "tensor_like",
+    "write_weights",
+]
 
 _SAFETENSORS: Final = ".safetensors"
 
@@ -67,7 +81,9 @@ class OnDisk(Lazy):
     def __init__(self, root: Path, layout: Mapping[str, TensorLayout]) -> None:
         self.root = root.absolute()
         self._layout = dict(layout)
-        self._versions = {chunk.file: self._version(chunk.file) for one in layout.values() for chunk in one.chunks}
+        self._versions = {
+            chunk.file: self._version(chunk.file) for one in layout.values() for chunk in one.chunks
+        }
 
     def __getitem__(self, name: str) -> Tensor:
         return self.read([name])[name]
@@ -138,7 +154,11 @@ def read_one(weights: Mapping[str, Tensor], name: str, device: torch.device | st
 
 def have_equal_content(weights: Mapping[str, Tensor], one: str, other: str) -> bool:
     """Whether two names have equal content."""
-    return weights.agree(one, other) if isinstance(weights, Lazy) else same_bits(weights[one], weights[other])
+    return (
+        weights.agree(one, other)
+        if isinstance(weights, Lazy)
+        else same_bits(weights[one], weights[other])
+    )
 
 
 def open_weights(checkpoint: str | os.PathLike[str]) -> OnDisk | dict[str, Tensor]:
@@ -206,14 +226,18 @@ def write_weights(folder: str | os.PathLike[str], weights: Mapping[str, Tensor])
     for name, tensor in weights.items():
         if tensor.dtype not in TENSOR_DTYPES:
             raise CheckpointError(folder, name, f"safetensors files do not hold {tensor.dtype}")
-    file = Path(os.path.expanduser(folder)).absolute() / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
+    file = (
+        Path(os.path.expanduser(folder)).absolute() / f"offloaded-{uuid.uuid4().hex}{_SAFETENSORS}"
+    )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_file(file, safetensors_bytes(weights)[1])
     except OSError as error:
         with suppress(OSError):
             file.unlink()
-        raise CheckpointError(file, None, f"weights could not be offloaded: {error.strerror or error}") from error
+        raise CheckpointError(
+            file, None, f"weights could not be offloaded: {error.strerror or error}"
+        ) from error
     found = OnDisk(*weight_layout(file))
     weakref.finalize(found, _remove, file, os.getpid())
     return found

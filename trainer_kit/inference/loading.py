@@ -21,7 +21,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from trainer_kit.core.errors import CheckpointError, ConfigurationError, did_you_mean
 from trainer_kit.core.state_names import state_name
-from trainer_kit.inference.device_map import Device, resolve_device, resolve_device_map, resolve_dtype
+from trainer_kit.inference.device_map import (
+    Device,
+    resolve_device,
+    resolve_device_map,
+    resolve_dtype,
+)
 from trainer_kit.inference.dispatch import (
     Places,
     Tied,
@@ -166,7 +171,9 @@ def load_weights(
     """
     places = None if devices is None else Places(devices, None)
     entries = match_weights(model, weights, checkpoint, strict)
-    later = [entry for entry in entries if places and _stays_on_disk(entry.tied, places, offload_buffers)]
+    later = [
+        entry for entry in entries if places and _stays_on_disk(entry.tied, places, offload_buffers)
+    ]
     kept = [entry for entry in entries if entry not in later]
     if later and not isinstance(weights, OnDisk) and offload_folder is None:
         raise ConfigurationError(
@@ -180,7 +187,9 @@ def load_weights(
     for group in [later] if isinstance(weights, OnDisk) else _groups(later):
         source = weights
         if not isinstance(source, OnDisk):
-            source = write_weights(str(offload_folder), {entry.name: weights[entry.name] for entry in group})
+            source = write_weights(
+                str(offload_folder), {entry.name: weights[entry.name] for entry in group}
+            )
         for entry in group:
             noted |= _leave(entry, source, dtype_of)
     if noted:
@@ -245,7 +254,9 @@ def load_checkpoint_and_dispatch(
     """
     devices: dict[str, Device] | None = None
     if device_map is not None:
-        devices = resolve_device_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        devices = resolve_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers
+        )
     load_checkpoint_in_model(
         model,
         checkpoint,
@@ -272,15 +283,25 @@ def load_checkpoint_and_dispatch(
 
 def _refuse(full_state_dict: bool, broadcast_from_rank0: bool, offload_8bit_bnb: bool) -> None:
     for name, given, fix in (
-        ("full_state_dict=False", not full_state_dict, "load a sharded model through an Accelerator or a Trainer"),
-        ("broadcast_from_rank0=True", broadcast_from_rank0, "load on every rank: files in the page cache are shared"),
+        (
+            "full_state_dict=False",
+            not full_state_dict,
+            "load a sharded model through an Accelerator or a Trainer",
+        ),
+        (
+            "broadcast_from_rank0=True",
+            broadcast_from_rank0,
+            "load on every rank: files in the page cache are shared",
+        ),
         ("offload_8bit_bnb=True", offload_8bit_bnb, "use load_and_quantize_model"),
     ):
         if given:
             raise ConfigurationError(f"load_checkpoint_in_model has no {name}", fix=fix)
 
 
-def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection[str] | None = None) -> DtypeOf:
+def pick_dtype(
+    dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection[str] | None = None
+) -> DtypeOf:
     """Return a function that picks the dtype in which a tensor is loaded.
 
     Example:
@@ -302,7 +323,9 @@ def pick_dtype(dtype: str | torch.dtype | None, keep_in_fp32_modules: Collection
     return pick
 
 
-def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: object, strict: bool) -> list[Entry]:
+def match_weights(
+    model: nn.Module, weights: Mapping[str, Tensor], checkpoint: object, strict: bool
+) -> list[Entry]:
     """Return the tensors of a model that are in a checkpoint, in the model's order.
 
     Raises:
@@ -320,22 +343,33 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
         elif tied.persistent:
             missing.append(tied)
     used = {state_name(slot.name) for tied in found for slot in tied.slots}
-    unexpected = [name for name in weights if state_name(name) not in used and not name.endswith("_extra_state")]
+    unexpected = [
+        name
+        for name in weights
+        if state_name(name) not in used and not name.endswith("_extra_state")
+    ]
     for entry in entries:
         held, wanted = list(tensor_like(weights, entry.name).shape), list(entry.tied.tensor.shape)
         if held != wanted:
             reason = f"{held} in the checkpoint, and the model has {wanted}"
             raise CheckpointError(
-                checkpoint, entry.name, reason, fix="build the model as it was when the checkpoint was saved"
+                checkpoint,
+                entry.name,
+                reason,
+                fix="build the model as it was when the checkpoint was saved",
             )
     _refuse_two(entries, weights, checkpoint)
     lost = missing if strict or not entries else [tied for tied in missing if is_meta(tied.tensor)]
     refused = bool(lost or (strict and unexpected))
     names = [tied.slots[0].name for tied in (lost if refused else missing)]
     differences = [f"lacks {first_names(names)}"] if names else []
-    differences += [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+    differences += (
+        [f"has {first_names(unexpected)}, which the model does not have"] if unexpected else []
+    )
     if refused:
-        near = f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})" if names and unexpected else ""
+        near = (
+            f" ({names[0]!r}: {did_you_mean(names[0], unexpected)})" if names and unexpected else ""
+        )
         raise CheckpointError(
             checkpoint,
             names[0] if names else unexpected[0],
@@ -344,11 +378,16 @@ def match_weights(model: nn.Module, weights: Mapping[str, Tensor], checkpoint: o
             f"model.tie_weights(){near}",
         )
     if differences:
-        warnings.warn(f"{checkpoint} {', and '.join(differences)}; strict=True makes this an error", stacklevel=3)
+        warnings.warn(
+            f"{checkpoint} {', and '.join(differences)}; strict=True makes this an error",
+            stacklevel=3,
+        )
     return entries
 
 
-def _refuse_two(entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpoint: object) -> None:
+def _refuse_two(
+    entries: Iterable[Entry], weights: Mapping[str, Tensor], checkpoint: object
+) -> None:
     for entry in entries:
         for other in dict.fromkeys(slot.name for slot in entry.tied.slots):
             if other == entry.name or other not in weights:
@@ -368,15 +407,21 @@ def _stays_on_disk(tied: Tied, places: Places, offload_buffers: bool) -> bool:
     return not stays and all(places.of(slot.name) == "disk" for slot in tied.slots)
 
 
-def _load(entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dtype_of: DtypeOf) -> None:
+def _load(
+    entry: Entry, weights: Mapping[str, Tensor], places: Places | None, dtype_of: DtypeOf
+) -> None:
     tied = entry.tied
     dtype = dtype_of(tied.slots[0].name, tied.tensor)
     device = tied.tensor.device if not is_meta(tied.tensor) else torch.device("cpu")
     if places is not None:
         # Load to the first device that is not the disk; a later dispatch copies the tensor to the other devices.
-        device = resolve_device(next((d for d in map(places.of, (s.name for s in tied.slots)) if d != "disk"), "cpu"))
+        device = resolve_device(
+            next((d for d in map(places.of, (s.name for s in tied.slots)) if d != "disk"), "cpu")
+        )
     # A tensor of a mapped file must not outlive the file: always copy it.
-    content = read_one(weights, entry.name, device).to(device, dtype, copy=not isinstance(weights, Lazy))
+    content = read_one(weights, entry.name, device).to(
+        device, dtype, copy=not isinstance(weights, Lazy)
+    )
     if is_meta(tied.tensor) == is_meta(content) and tied.tensor.dtype == content.dtype:
         tied.tensor.data = content
         return
@@ -429,7 +474,9 @@ def init_empty_weights(include_buffers: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def init_on_device(device: torch.device | str | int, include_buffers: bool = False) -> Iterator[None]:
+def init_on_device(
+    device: torch.device | str | int, include_buffers: bool = False
+) -> Iterator[None]:
     """Move the parameters of new modules to ``device``, each as soon as it is registered.
 
     Args:
@@ -447,7 +494,12 @@ def init_on_device(device: torch.device | str | int, include_buffers: bool = Fal
     moved: Any = WeakIdKeyDictionary()  # keeps tensors that are registered twice shared
 
     def move(module: nn.Module, name: str, tensor: Any) -> Any:
-        if tensor is None or tensor.device == device or threading.get_ident() != thread or is_lazy(tensor):
+        if (
+            tensor is None
+            or tensor.device == device
+            or threading.get_ident() != thread
+            or is_lazy(tensor)
+        ):
             return None
         if tensor not in moved:
             moved[tensor] = parameter_like(tensor, tensor.detach().to(device))

@@ -29,7 +29,9 @@ class OffloadedTensor:
         needs_gradient: whether it required a gradient before.
     """
 
-    def __init__(self, rest: Tensor, source: OnDisk | None, name: str, needs_gradient: bool) -> None:
+    def __init__(
+        self, rest: Tensor, source: OnDisk | None, name: str, needs_gradient: bool
+    ) -> None:
         self.rest = rest
         self.source = source
         self.name = name
@@ -125,14 +127,18 @@ class LayerHooks:
                 self._depth += 1
                 if self._depth == 1:
                     self._bring()
-        moved = {key: value if key in self.skip else self._move(value) for key, value in kwargs.items()}
+        moved = {
+            key: value if key in self.skip else self._move(value) for key, value in kwargs.items()
+        }
         return tuple(self._move(value) for value in args), moved
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Remove weights after the forward, also after an error."""
         if self.slots:
             with self.lock:
-                self._depth = max(0, self._depth - 1)  # an earlier hook may have failed, so that `before` did not run
+                self._depth = max(
+                    0, self._depth - 1
+                )  # an earlier hook may have failed, so that `before` did not run
                 if self._depth == 0:
                     self._remove()
 
@@ -207,7 +213,9 @@ class ModelHooks:
         skip: names of outputs that are not moved.
     """
 
-    def __init__(self, offloaded: Iterable[OffloadedTensor], where: str, skip: Collection[str]) -> None:
+    def __init__(
+        self, offloaded: Iterable[OffloadedTensor], where: str, skip: Collection[str]
+    ) -> None:
         self.where = where
         self.skip = frozenset(skip)
         self.trains = any(tensor.needs_gradient for tensor in offloaded)

@@ -110,10 +110,14 @@ def _sizes(inputs: Any, chunks: int) -> list[int]:
     if not tensors:
         if chunks > 1:
             raise StrategyError(
-                "the inputs contain no batch to split", found="no tensor among the inputs", fix="pass num_chunks=1"
+                "the inputs contain no batch to split",
+                found="no tensor among the inputs",
+                fix="pass num_chunks=1",
             )
         return [0]
-    return [len(part) for part in torch.arange(len(tensors[0])).tensor_split(chunks) if len(part)] or [0]
+    return [
+        len(part) for part in torch.arange(len(tensors[0])).tensor_split(chunks) if len(part)
+    ] or [0]
 
 
 def _divided(inputs: tuple[tuple[Any, ...], dict[str, Any]], sizes: Sequence[int]) -> list[Any]:
@@ -138,13 +142,17 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     made = []
     for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
         if all(
-            isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)
+            isinstance(leaf, Tensor) and leaf.ndim and len(leaf) == n
+            for leaf, n in zip(leaves, sizes, strict=True)
         ):
             made.append(torch.cat(leaves))
         elif all(_same(leaf, leaves[0]) for leaf in leaves):  # for example tables and flags
             made.append(leaves[0])
         else:
-            shapes = [tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__ for leaf in leaves]
+            shapes = [
+                tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                for leaf in leaves
+            ]
             raise StrategyError(
                 "the outputs of the chunks cannot be concatenated",
                 found=f"{shapes} for parts of {list(sizes)} samples",
@@ -155,7 +163,9 @@ def _together(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
 
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)  # sync point: not for outputs of samples
+        return one.shape == other.shape and torch.equal(
+            one, other
+        )  # sync point: not for outputs of samples
     return isinstance(one, _PLAIN) and one == other
 
 

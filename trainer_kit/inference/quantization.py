@@ -67,28 +67,38 @@ class BnbQuantizationConfig:
             )
         if self.bnb_4bit_quant_type not in ("fp4", "nf4"):
             raise PrecisionError(
-                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not a 4-bit type", fix='use "nf4" or "fp4"'
+                f"bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not a 4-bit type",
+                fix='use "nf4" or "fp4"',
             )
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
             raise PrecisionError(
-                "llm_int8_threshold applies to 8-bit quantisation only", fix="leave it out, or pass load_in_8bit=True"
+                "llm_int8_threshold applies to 8-bit quantisation only",
+                fix="leave it out, or pass load_in_8bit=True",
             )
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         rest = torch.float16 if self.load_in_8bit else self.bnb_4bit_compute_dtype
-        self.torch_dtype = rest if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
+        self.torch_dtype = (
+            rest if self.torch_dtype is None else _dtype("torch_dtype", self.torch_dtype)
+        )
 
     @property
     def mode(self) -> str:
         """The precision's name for these options."""
         if self.load_in_8bit:
             return "int8"
-        return f"{self.bnb_4bit_quant_type}-dq" if self.bnb_4bit_use_double_quant else self.bnb_4bit_quant_type
+        return (
+            f"{self.bnb_4bit_quant_type}-dq"
+            if self.bnb_4bit_use_double_quant
+            else self.bnb_4bit_quant_type
+        )
 
 
 def _dtype(name: str, given: torch.dtype | str) -> torch.dtype:
     found = _DTYPES.get(given) if isinstance(given, str) else given
     if not isinstance(found, torch.dtype):
-        raise PrecisionError(f"{name}={given!r} is not a dtype", fix='use "fp32", "fp16", "bf16" or a torch.dtype')
+        raise PrecisionError(
+            f"{name}={given!r} is not a dtype", fix='use "fp32", "fp16", "bf16" or a torch.dtype'
+        )
     return found
 
 
@@ -131,7 +141,9 @@ def load_and_quantize_model(
         (torch.uint8, torch.float32)
     """
     config = bnb_quantization_config
-    empty = [tied.slots[0].name for tied in find_tied(model) if tied.persistent and is_meta(tied.tensor)]
+    empty = [
+        tied.slots[0].name for tied in find_tied(model) if tied.persistent and is_meta(tied.tensor)
+    ]
     if weights_location is None and empty:
         raise PrecisionError(
             "the model has no weights to quantise",
@@ -142,12 +154,20 @@ def load_and_quantize_model(
     rest = config.torch_dtype
     assert isinstance(rest, torch.dtype)
     layers = _exchange(model, config, rest)
-    model.__dict__.update(is_loaded_in_4bit=config.load_in_4bit, is_loaded_in_8bit=config.load_in_8bit)
-    exact = {f"{name}.{key}": p.dtype for name, layer in layers.items() for key, p in _parts(layer).items()}
+    model.__dict__.update(
+        is_loaded_in_4bit=config.load_in_4bit, is_loaded_in_8bit=config.load_in_8bit
+    )
+    exact = {
+        f"{name}.{key}": p.dtype
+        for name, layer in layers.items()
+        for key, p in _parts(layer).items()
+    }
     floats = pick_dtype(rest, config.keep_in_fp32_modules)
     if device_map is None:
         device_map = {"": 0 if torch.accelerator.is_available() else "cpu"}
-    given = resolve_device_map(model, device_map, max_memory, no_split_module_classes, rest, special_dtypes=exact)
+    given = resolve_device_map(
+        model, device_map, max_memory, no_split_module_classes, rest, special_dtypes=exact
+    )
     devices = check_device_map(model, given)
 
     def dtype_of(name: str, tensor: Tensor) -> torch.dtype:
@@ -158,7 +178,14 @@ def load_and_quantize_model(
             tied.tensor.data = tied.tensor.data.to(dtype_of(tied.slots[0].name, tied.tensor))
     else:
         quantised = _Quantised(weights, layers, rest)
-        load_weights(model, quantised, str(weights_location), devices, dtype_of, offload_folder=offload_folder)
+        load_weights(
+            model,
+            quantised,
+            str(weights_location),
+            devices,
+            dtype_of,
+            offload_folder=offload_folder,
+        )
     return dispatch_model(model, given, offload_dir=offload_folder)
 
 
@@ -179,7 +206,9 @@ def _exchange(model: nn.Module, config: BnbQuantizationConfig, rest: torch.dtype
         part.weight.requires_grad_(False)
         part.weight.data = part.weight.data.to(rest)
     precision.exchange(model, stays)
-    found: dict[str, Any] = {name: part for name, part in model.named_modules() if isinstance(part, QuantizedLayer)}
+    found: dict[str, Any] = {
+        name: part for name, part in model.named_modules() if isinstance(part, QuantizedLayer)
+    }
     for layer in found.values() if config.load_in_8bit else ():
         layer.threshold = config.llm_int8_threshold
     return found
@@ -202,13 +231,23 @@ def _parts(layer: nn.Module) -> dict[str, nn.Parameter]:
 class _Quantised(Lazy):
     """A checkpoint's weights in the format of quantised layers; each access quantises the stored floats."""
 
-    def __init__(self, weights: Mapping[str, Tensor], layers: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, weights: Mapping[str, Tensor], layers: Mapping[str, Any], dtype: torch.dtype
+    ) -> None:
         self._weights = weights
         self._dtype = dtype
-        like = {name: tensor_like(weights, name) for name in (f"{layer}.weight" for layer in layers) if name in weights}
+        like = {
+            name: tensor_like(weights, name)
+            for name in (f"{layer}.weight" for layer in layers)
+            if name in weights
+        }
         self._layers = {n: layer for n, layer in layers.items() if f"{n}.weight" in like}
-        self._layers = {n: one for n, one in self._layers.items() if like[f"{n}.weight"].is_floating_point()}
-        self._made = {f"{n}.{key}": (n, key) for n, one in self._layers.items() for key in _parts(one)}
+        self._layers = {
+            n: one for n, one in self._layers.items() if like[f"{n}.weight"].is_floating_point()
+        }
+        self._made = {
+            f"{n}.{key}": (n, key) for n, one in self._layers.items() for key in _parts(one)
+        }
         self._last: tuple[str, dict[str, Tensor]] = ("", {})
 
     def __contains__(self, name: object) -> bool:

@@ -14,5 +14,10 @@ if TYPE_CHECKING:
 
 __all__ = ["report_errors", "rerun_command", "run_agent", "run_forked", "run_ranks"]
 
-_HOME = {"rerun_command": "program", "run_agent": "agent", "run_forked": "processes", "run_ranks": "agent"}
+_HOME = {
+    "rerun_command": "program",
+    "run_agent": "agent",
+    "run_forked": "processes",
+    "run_ranks": "agent",
+}
 __getattr__, __dir__ = lazy_names(__name__, _HOME)

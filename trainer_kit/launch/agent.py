@@ -22,8 +22,17 @@ from typing import Any, Final, NoReturn, final
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.multiprocessing import (
+    DefaultLogsSpecs,
+    LogsDest,
+    SignalException,
+    Std,
+)
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
 
 from trainer_kit.core.environment import START_DIRECTORY, Environment, usable_cores
 from trainer_kit.core.errors import LaunchError
@@ -80,7 +89,11 @@ class Output:
         directory = reports if self.log_dir is None else str(self.log_dir)
         if tee != "0" and self.log_dir is None:
             directory = tempfile.mkdtemp(prefix="trainer_kit-logs-")
-            print(f"trainer-kit: the output of the ranks is kept in {directory}", file=sys.stderr, flush=True)
+            print(
+                f"trainer-kit: the output of the ranks is kept in {directory}",
+                file=sys.stderr,
+                flush=True,
+            )
         return _Files(reports, log_dir=directory, tee=Std.from_str(tee))
 
 
@@ -132,7 +145,10 @@ def run_agent(
     """
     here = Environment.detect()
     if here.launched:
-        raise LaunchError("a rank cannot start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
+        raise LaunchError(
+            "a rank cannot start ranks",
+            found=f"rank {here.rank} of {here.world_size} ({here.source})",
+        )
     options, words = rerun_command()
     os.chdir(START_DIRECTORY)
     run_ranks(
@@ -182,12 +198,16 @@ def run_ranks(
     machines = machines or Machines()
     os.environ.update(_environment(nproc, machines, extra_env or {}))
     sys.stdout.flush()
-    machines.meet({"num_machines": machines.count, "processes": nproc, "max_restarts": max_restarts})
+    machines.meet(
+        {"num_machines": machines.count, "processes": nproc, "max_restarts": max_restarts}
+    )
     arguments = (*options, str(_BOOTSTRAP), *words)
     status = 1
     for attempt in range(max_restarts + 1):
         os.environ["TRAINER_KIT_RESTART_COUNT"] = str(attempt)
-        start = _Attempt(nproc, arguments, machines, attempt, peer_grace, signal_grace, monitor_interval)
+        start = _Attempt(
+            nproc, arguments, machines, attempt, peer_grace, signal_grace, monitor_interval
+        )
         status, message = start.run(output or Output())
         if message:
             print(message, file=sys.stderr, flush=True)
@@ -230,10 +250,14 @@ class _Attempt:
     def run(self, output: Output) -> tuple[int, str]:
         """Run the attempt; return its exit status and the message for the user."""
         _silence_torch()
-        with tempfile.TemporaryDirectory(prefix=AGENT_DIRECTORY, ignore_cleanup_errors=True) as name:
+        with tempfile.TemporaryDirectory(
+            prefix=AGENT_DIRECTORY, ignore_cleanup_errors=True
+        ) as name:
             reports = Path(name)
             agent = self._agent(output.files(name), output.role)
-            monitor = _ProcessMonitor(agent, self.nproc, reports, self.peer_grace, self.signal_grace)
+            monitor = _ProcessMonitor(
+                agent, self.nproc, reports, self.peer_grace, self.signal_grace
+            )
             failed = True
             monitor.start()
             try:
@@ -246,7 +270,9 @@ class _Attempt:
                 return self._ended(self._stopped_by_peer(monitor.pids()), 1, str(error))
             finally:
                 monitor.stop(sweep=failed)
-            failures = self._failures(result.failures, monitor, read_reports(reports)) if failed else []
+            failures = (
+                self._failures(result.failures, monitor, read_reports(reports)) if failed else []
+            )
             status = root_first(failures)[0].exit_status if failures else 0
             if status - 128 in monitor.forwarded:  # the ranks ended because of a forwarded signal
                 return self._stopped(monitor, reports, status - 128)
@@ -273,7 +299,10 @@ class _Attempt:
     def _stopped_by_peer(self, pids: Mapping[int, int]) -> list[RankFailure]:
         """Describe this machine's ranks as stopped because another machine failed."""
         host, now = socket.gethostname(), time.time_ns()
-        return [RankFailure(rank, None, now, host=host, pid=pid, stopped=True) for rank, pid in pids.items()]
+        return [
+            RankFailure(rank, None, now, host=host, pid=pid, stopped=True)
+            for rank, pid in pids.items()
+        ]
 
     def _ended(self, own: list[RankFailure], status: int, reason: str) -> tuple[int, str]:
         """Return the same status and headline on every machine; only the failed rank's machine gets the traceback."""
@@ -288,7 +317,11 @@ class _Attempt:
 
     def _stopped(self, monitor: _ProcessMonitor, reports: Path, number: int) -> tuple[int, str]:
         """Return status and message after a signal; ranks that ended regularly are not listed."""
-        found = [one for one in read_reports(reports).values() if one.type not in ("SystemExit", "KeyboardInterrupt")]
+        found = [
+            one
+            for one in read_reports(reports).values()
+            if one.type not in ("SystemExit", "KeyboardInterrupt")
+        ]
         lines = [describe(found, self.nproc * self.machines.count)] if found else []
         if monitor.killed:
             ranks = ", ".join(map(str, sorted(monitor.killed)))
@@ -298,7 +331,10 @@ class _Attempt:
         return 128 + number, "\n".join(lines)
 
     def _failures(
-        self, failures: Mapping[int, Any], monitor: _ProcessMonitor, reports: Mapping[int, RankFailure]
+        self,
+        failures: Mapping[int, Any],
+        monitor: _ProcessMonitor,
+        reports: Mapping[int, RankFailure],
     ) -> list[RankFailure]:
         first = min(monitor.deaths.values(), default=0)
         alone = sum(at == first for at in monitor.deaths.values()) == 1
@@ -306,13 +342,17 @@ class _Attempt:
         for rank, failure in failures.items():
             death, code = monitor.deaths.get(rank, 0), failure.exitcode
             # torch's agent ends the others with SIGTERM; a rank that SIGTERM ended first was not ended by the agent.
-            by_agent = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (alone and death == first)
+            by_agent = code in (-signal.SIGTERM, 128 + signal.SIGTERM) and not (
+                alone and death == first
+            )
             stopped = rank in monitor.killed or by_agent
             if rank in reports and not stopped:
                 found.append(reports[rank])
             else:
                 host = socket.gethostname()
-                found.append(RankFailure(rank, code, death, host=host, pid=failure.pid, stopped=stopped))
+                found.append(
+                    RankFailure(rank, code, death, host=host, pid=failure.pid, stopped=stopped)
+                )
         return with_early_ends(found, monitor.ends.values())
 
 
@@ -342,7 +382,9 @@ def _signals(monitor: _ProcessMonitor) -> Iterator[None]:
     before = {}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is not signal.SIG_IGN:  # keep signals ignored under nohup
+        if (
+            number is not None and signal.getsignal(number) is not signal.SIG_IGN
+        ):  # keep signals ignored under nohup
             before[number] = signal.signal(number, handler)
     try:
         yield
@@ -370,7 +412,12 @@ class _ProcessMonitor(threading.Thread):
     """
 
     def __init__(
-        self, agent: LocalElasticAgent, nproc: int, reports: Path, peer_grace: float, signal_grace: float
+        self,
+        agent: LocalElasticAgent,
+        nproc: int,
+        reports: Path,
+        peer_grace: float,
+        signal_grace: float,
     ) -> None:
         super().__init__(name="trainer_kit-process-monitor", daemon=True)
         self.deaths: dict[int, int] = {}
@@ -407,7 +454,9 @@ class _ProcessMonitor(threading.Thread):
                             self._note_early_end(rank, pid)
                 if time.monotonic() >= next_look:
                     next_look = time.monotonic() + 1.0
-                    if any(self._reports.rglob("error.json")):  # a rank may hang after it has reported its exception
+                    if any(
+                        self._reports.rglob("error.json")
+                    ):  # a rank may hang after it has reported its exception
                         self._set_deadline(_EXIT_TIME)
                 if self._deadline is not None and time.monotonic() >= self._deadline:
                     self.kill()
@@ -416,7 +465,9 @@ class _ProcessMonitor(threading.Thread):
                 os.close(handle)
 
     def _note_early_end(self, rank: int, pid: int) -> None:
-        self.ends[rank] = RankFailure(rank, 0, self.deaths[rank], host=socket.gethostname(), pid=pid)
+        self.ends[rank] = RankFailure(
+            rank, 0, self.deaths[rank], host=socket.gethostname(), pid=pid
+        )
         if self._living():
             note_end(self._reports, self.ends[rank])
 
@@ -439,7 +490,9 @@ class _ProcessMonitor(threading.Thread):
         """The exit code of a rank that has ended (negative for a signal); torch's agent still collects the process."""
         try:
             end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:  # rare: torch's agent was faster; a reported exception still shows the failure
+        except (
+            ChildProcessError
+        ):  # rare: torch's agent was faster; a reported exception still shows the failure
             return 1 if rank in read_reports(self._reports) else 0
         if end is None:
             return None
@@ -510,7 +563,9 @@ class _Rendezvous(RendezvousHandler):
         """Open or join the store."""
         store, port = self._machines.store(self._attempt)
         info = RendezvousStoreInfo(self._machines.address, port)
-        return RendezvousInfo(PrefixStore(self._run_id, store), self._machines.rank, self._machines.count, info)
+        return RendezvousInfo(
+            PrefixStore(self._run_id, store), self._machines.rank, self._machines.count, info
+        )
 
     def is_closed(self) -> bool:
         """A rendezvous is never closed early."""

@@ -18,7 +18,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, final
 
-__all__ = ["die_with_parent", "main", "qualified_name", "report_errors", "run_words", "write_report"]
+__all__ = [
+    "die_with_parent",
+    "main",
+    "qualified_name",
+    "report_errors",
+    "run_words",
+    "write_report",
+]
 
 
 @final
@@ -36,8 +43,12 @@ class _Reporter:
         if self.pid != os.getpid():
             self.pid, self.next_hook, sys.excepthook = os.getpid(), sys.excepthook, self.hook
 
-    def hook(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        reported = self.pid == os.getpid() and (isinstance(error, KeyboardInterrupt) or self.write(error))
+    def hook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        reported = self.pid == os.getpid() and (
+            isinstance(error, KeyboardInterrupt) or self.write(error)
+        )
         # Our agent prints one traceback for all ranks; another launcher prints none.
         if not (reported and "TRAINER_KIT_AGENT_PID" in os.environ):
             self.next_hook(kind, error, trace)
@@ -52,7 +63,11 @@ class _Reporter:
         except Exception as second:
             text, where = f"<its message cannot be printed: {second!r}>", ""
         # The intended code: an interpreter with a live process group sometimes aborts at exit.
-        code = error.code & 0xFF if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        code = (
+            error.code & 0xFF
+            if isinstance(error, SystemExit) and isinstance(error.code, int)
+            else 1
+        )
         rank, stack = int(os.environ.get("RANK", "0")), "".join(_format(error))
         if not write_report(path, rank, qualified_name(error), text, stack, where, code, self.pid):
             return False
@@ -61,7 +76,15 @@ class _Reporter:
 
 
 def write_report(
-    path: str, rank: int, kind: str, text: str, stack: str, where: str, code: int, pid: int, delay: int = 0
+    path: str,
+    rank: int,
+    kind: str,
+    text: str,
+    stack: str,
+    where: str,
+    code: int,
+    pid: int,
+    delay: int = 0,
 ) -> bool:
     """Write the error report of a rank for its agent; return whether the file could be written.
 
@@ -102,7 +125,11 @@ def write_report(
 def qualified_name(error: BaseException) -> str:
     """The class of an exception, with its module unless it is a builtin or defined in the script."""
     kind = type(error)
-    return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
+    return (
+        kind.__qualname__
+        if kind.__module__ in ("builtins", "__main__")
+        else f"{kind.__module__}.{kind.__name__}"
+    )
 
 
 def _format(error: BaseException) -> list[str]:
@@ -112,11 +139,18 @@ def _format(error: BaseException) -> list[str]:
     """
     trace = error.__traceback__
     launcher = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename in launcher:
+    while (
+        trace is not None
+        and trace.tb_next is not None
+        and trace.tb_frame.f_code.co_filename in launcher
+    ):
         trace = trace.tb_next
     if _explains_itself(error):
         frames = [frame for frame in traceback.extract_tb(trace) if _is_users(frame.filename)]
-        lines = [*traceback.format_list(frames), *traceback.format_exception_only(type(error), error)]
+        lines = [
+            *traceback.format_list(frames),
+            *traceback.format_exception_only(type(error), error),
+        ]
     else:
         lines = traceback.format_exception(type(error), error, trace)
     if sys.version_info < (3, 11):
@@ -130,7 +164,9 @@ def _is_users(file: str) -> bool:
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     library = os.path.dirname(os.__file__)
     installed = "site-packages" in file or "dist-packages" in file
-    return not file.startswith(package + os.sep) and (installed or not file.startswith(library + os.sep))
+    return not file.startswith(package + os.sep) and (
+        installed or not file.startswith(library + os.sep)
+    )
 
 
 def _explains_itself(error: BaseException) -> bool:
@@ -230,7 +266,9 @@ def main() -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        _REPORTER.write(error)  # at once: an exception hook of the script may not call this module's hook
+        _REPORTER.write(
+            error
+        )  # at once: an exception hook of the script may not call this module's hook
         raise
     _leave()
 

@@ -110,7 +110,9 @@ def read_configuration(path: Path) -> ConfigurationFile:
         ConfigurationError: one line: file, line, key, the problem, and a similar key.
     """
     reading = _Reading(path)
-    for key, value in _pairs(reading, _parse(reading), "a configuration is a mapping of keys to values"):
+    for key, value in _pairs(
+        reading, _parse(reading), "a configuration is a mapping of keys to values"
+    ):
         name = key.value
         if name in SECTIONS:
             for inner, content in _pairs(reading, value, f"{name}: is a mapping of keys to values"):
@@ -128,13 +130,18 @@ def read_configuration(path: Path) -> ConfigurationFile:
 
 def _take_tpu_file(reading: _Reading) -> None:
     """Add the values of the file that ``tpu_config_file`` names, with the line of that key."""
-    name, line = reading.values.pop("tpu_config_file", None), reading.lines.pop("tpu_config_file", 1)
+    name, line = (
+        reading.values.pop("tpu_config_file", None),
+        reading.lines.pop("tpu_config_file", 1),
+    )
     if name is None:
         return
     other = read_configuration(reading.path.parent / Path(name).expanduser())
     for option, value in other.values.items():
         if not option.startswith("tpu_") and option not in _WITH_TPUS:
-            raise reading.wrong(line, f"tpu_config_file: {other.where(option)}: {option} is not a TPU key")
+            raise reading.wrong(
+                line, f"tpu_config_file: {other.where(option)}: {option} is not a TPU key"
+            )
         reading.add(option, value, line)
     reading.add("tpu", True, line)
 
@@ -145,7 +152,8 @@ def _text(reading: _Reading) -> str:
             data = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise ConfigurationError(
-            f"the configuration file {reading.path} does not exist", fix="write one with: trainer-kit config"
+            f"the configuration file {reading.path} does not exist",
+            fix="write one with: trainer-kit config",
         ) from None
     except OSError as error:
         raise ConfigurationError(f"{reading.path}: cannot be read: {error.strerror}") from None
@@ -187,19 +195,29 @@ def _pairs(reading: _Reading, node: Any, otherwise: str) -> list[tuple[Any, Any]
             raise reading.wrong(_line(key), "a key is a word")
         before = seen.setdefault(key.value, value)
         if before is not value and (before.id != "scalar" or _content(before) != _content(value)):
-            raise reading.wrong(_line(key), f"{key.value}: is given twice, first in line {_line(before)}")
+            raise reading.wrong(
+                _line(key), f"{key.value}: is given twice, first in line {_line(before)}"
+            )
     return list(node.value)
 
 
-def _take(reading: _Reading, known: Mapping[str, Option], key: Any, node: Any, section: str) -> None:
+def _take(
+    reading: _Reading, known: Mapping[str, Option], key: Any, node: Any, section: str
+) -> None:
     """Store one value under the name of its option."""
-    by_name = {alias: option for option in known.values() for alias in (option.name, *option.aliases)}
+    by_name = {
+        alias: option for option in known.values() for alias in (option.name, *option.aliases)
+    }
     name = key.value
     option = by_name.get(name)
     if option is None:
         names = sorted({*by_name, *SECTIONS}) if not section else sorted(by_name)
         hint = "a variable for the script belongs under environment:"
-        near = hint if name.isupper() else did_you_mean(name[:60], names, "no key of a configuration is like it")
+        near = (
+            hint
+            if name.isupper()
+            else did_you_mean(name[:60], names, "no key of a configuration is like it")
+        )
         raise reading.wrong(_line(key), f"{section}{name}: unknown key, {near}")
     try:
         value = _value(option, node)
@@ -211,7 +229,9 @@ def _take(reading: _Reading, known: Mapping[str, Option], key: Any, node: Any, s
         return
     if reading.values.setdefault(option.name, value) != value:
         first = reading.lines[option.name]
-        raise reading.wrong(_line(key), f"{section}{name}: contradicts line {first}, which sets the same option")
+        raise reading.wrong(
+            _line(key), f"{section}{name}: contradicts line {first}, which sets the same option"
+        )
     reading.lines[option.name] = _line(key)
 
 
@@ -238,7 +258,11 @@ def _plain(node: Any) -> Any:
 
 def our_default() -> Path:
     """The file that ``trainer-kit config`` writes."""
-    return Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "trainer_kit" / "config.yaml"
+    return (
+        Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
+        / "trainer_kit"
+        / "config.yaml"
+    )
 
 
 def accelerates_default() -> Path:
@@ -246,7 +270,11 @@ def accelerates_default() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     folder = Path(os.environ.get("HF_HOME") or cache / "huggingface").expanduser() / "accelerate"
     old = folder / "default_config.json"
-    return old if old.is_file() and not (folder / "default_config.yaml").is_file() else folder / "default_config.yaml"
+    return (
+        old
+        if old.is_file() and not (folder / "default_config.yaml").is_file()
+        else folder / "default_config.yaml"
+    )
 
 
 def default_file() -> Path | None:
@@ -295,7 +323,9 @@ class Resolved:
 
 
 def resolve(
-    flags: Mapping[str, Chosen], config_file: Path | None = None, environ: Mapping[str, str] = os.environ
+    flags: Mapping[str, Chosen],
+    config_file: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> Resolved:
     """Find the value of every option.
 
@@ -320,7 +350,10 @@ def resolve(
         if found is not None:
             environment[name] = _read(option, found)
     return Resolved(
-        with_kind(defaults, environment, {} if file is None else _with_priority(file, environment), flags), file
+        with_kind(
+            defaults, environment, {} if file is None else _with_priority(file, environment), flags
+        ),
+        file,
     )
 
 
@@ -345,4 +378,6 @@ def _read(option: Option, found: Chosen) -> Chosen:
     try:
         return Chosen(option.value(found.value), found.origin)
     except ValueError as error:
-        raise ConfigurationError(f"{found.origin}: {option.name} {error}", found=repr(found.value)) from None
+        raise ConfigurationError(
+            f"{found.origin}: {option.name} {error}", found=repr(found.value)
+        ) from None

@@ -36,7 +36,17 @@ _COMMUNICATION: Final = re.compile(
 )
 
 
-_REPORTED: Final = ("rank", "exit_code", "time_ns", "type", "text", "py_callstack", "host", "pid", "where")
+_REPORTED: Final = (
+    "rank",
+    "exit_code",
+    "time_ns",
+    "type",
+    "text",
+    "py_callstack",
+    "host",
+    "pid",
+    "where",
+)
 """What a rank reports (see `trainer_kit.launch.bootstrap`), in the order of the fields of `RankFailure`."""
 AGENT_DIRECTORY: Final = "trainer_kit-"
 """How the name of the directory begins in which the ranks of a launch report."""
@@ -93,8 +103,12 @@ class RankFailure:
             return f"{self.type}: {text}" if text else self.type
         if self.exit_code == 0:
             return "with exit code 0, while other ranks train"
-        if self.exit_code is not None and self.exit_code - 128 in _GRACEFUL:  # after its own teardown
-            return f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
+        if (
+            self.exit_code is not None and self.exit_code - 128 in _GRACEFUL
+        ):  # after its own teardown
+            return (
+                f"ended by {signal.Signals(self.exit_code - 128).name} (exit code {self.exit_code})"
+            )
         if self.exit_code is not None and self.exit_code < 0:
             try:
                 name = signal.Signals(-self.exit_code).name
@@ -127,10 +141,14 @@ def root_first(failures: Iterable[RankFailure]) -> list[RankFailure]:
         >>> [failure.rank for failure in root_first([echo, RankFailure(1, -9, 2.0)])]
         [1, 0]
     """
-    return sorted(failures, key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank))
+    return sorted(
+        failures, key=lambda f: (2 if f.stopped else 1 if f.followed else 0, f.time_ns, f.rank)
+    )
 
 
-def with_early_ends(failures: Sequence[RankFailure], ends: Iterable[RankFailure]) -> list[RankFailure]:
+def with_early_ends(
+    failures: Sequence[RankFailure], ends: Iterable[RankFailure]
+) -> list[RankFailure]:
     """Add the rank that left first, if every failure is only that a connection broke.
 
     Args:
@@ -139,7 +157,11 @@ def with_early_ends(failures: Sequence[RankFailure], ends: Iterable[RankFailure]
     """
     lost = [failure for failure in failures if failure.followed]
     early = min(ends, key=lambda end: (end.time_ns, end.rank), default=None)
-    if early is None or not lost or any(not (failure.followed or failure.stopped) for failure in failures):
+    if (
+        early is None
+        or not lost
+        or any(not (failure.followed or failure.stopped) for failure in failures)
+    ):
         return list(failures)
     first = min(lost, key=lambda failure: failure.time_ns)
     return [replace(early, where=early.where or first.where), *failures]
@@ -149,7 +171,9 @@ def note_end(directory: Path, end: RankFailure) -> None:
     """Record for the other ranks of this machine that a rank has ended with exit code 0; they may lose it."""
     path = directory / f"{_ENDED}{end.rank}"
     with suppress(OSError):
-        path.write_text(json.dumps({"time_ns": end.time_ns, "host": end.host, "pid": end.pid}), encoding="utf-8")
+        path.write_text(
+            json.dumps({"time_ns": end.time_ns, "host": end.host, "pid": end.pid}), encoding="utf-8"
+        )
 
 
 def _read_ends(directory: Path) -> list[RankFailure]:
@@ -158,7 +182,9 @@ def _read_ends(directory: Path) -> list[RankFailure]:
         try:
             fields = json.loads(path.read_text(encoding="utf-8"))
             rank = int(path.name.removeprefix(_ENDED))
-            ends.append(RankFailure(rank, 0, fields["time_ns"], host=fields["host"], pid=fields["pid"]))
+            ends.append(
+                RankFailure(rank, 0, fields["time_ns"], host=fields["host"], pid=fields["pid"])
+            )
         except (OSError, ValueError, KeyError):
             continue  # it is being written
     return ends
@@ -180,7 +206,9 @@ def find_cause(error: BaseException, error_type: str, where: str) -> RankFailure
     if report is None or not lost.followed:
         return None
     attempt = Path(report).parent.parent  # one directory for each rank of this machine
-    agent = next((parent for parent in attempt.parents if parent.name.startswith(AGENT_DIRECTORY)), attempt)
+    agent = next(
+        (parent for parent in attempt.parents if parent.name.startswith(AGENT_DIRECTORY)), attempt
+    )
     deadline = time.monotonic() + _CAUSE_TIME
     while time.monotonic() < deadline:
         reports = [failure for failure in read_reports(attempt).values() if failure.rank != rank]
@@ -207,10 +235,15 @@ def describe(failures: Sequence[RankFailure], world_size: int) -> str:
         lines.append(textwrap.indent(root.traceback.rstrip(), "  "))
     groups: dict[str, list[int]] = {}
     for other in others:
-        ending = "stopped" if other.stopped else "lost the connection" if other.followed else other.cause
+        ending = (
+            "stopped" if other.stopped else "lost the connection" if other.followed else other.cause
+        )
         groups.setdefault(ending, []).append(other.rank)
     if groups:
-        lines.append("after it: " + "; ".join(f"{_ranks(ranks)} {ending}" for ending, ranks in groups.items()))
+        lines.append(
+            "after it: "
+            + "; ".join(f"{_ranks(ranks)} {ending}" for ending, ranks in groups.items())
+        )
     return "\n".join(lines)
 
 
@@ -225,7 +258,9 @@ def read_reports(directory: Path) -> dict[int, RankFailure]:
     reports: dict[int, RankFailure] = {}
     for path in directory.rglob("error.json"):
         try:
-            fields = mask_secrets(json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"])
+            fields = mask_secrets(
+                json.loads(path.read_text(encoding="utf-8"))["message"]["extraInfo"]
+            )
             failure = RankFailure(*(fields[name] for name in _REPORTED))
         except (OSError, ValueError, KeyError, TypeError):
             continue  # from another writer, e.g. a rank under torch's own @record

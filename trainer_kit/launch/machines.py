@@ -66,7 +66,12 @@ class Machines:
     PATIENCE: ClassVar = 600.0
 
     def __init__(
-        self, count: int = 1, rank: int = 0, address: str = _LOOPBACK, port: int = 0, timeout: float = PATIENCE
+        self,
+        count: int = 1,
+        rank: int = 0,
+        address: str = _LOOPBACK,
+        port: int = 0,
+        timeout: float = PATIENCE,
     ) -> None:
         if not 0 <= rank < count:
             raise LaunchError(
@@ -74,7 +79,13 @@ class Machines:
                 found=f"machine_rank={rank}, num_machines={count}",
                 fix="count machines from 0",
             )
-        self.count, self.rank, self.address, self.port, self.timeout = count, rank, address, port, timeout
+        self.count, self.rank, self.address, self.port, self.timeout = (
+            count,
+            rank,
+            address,
+            port,
+            timeout,
+        )
         self.gone: list[int] = []
         self._control: SignedStore | None = None
         self._served: Any = None
@@ -96,7 +107,9 @@ class Machines:
             self._wait_until(self._can_connect, f"machine 0 at {self.address}:{self.port}")
             control = SignedStore(join_store(self.address, self.port))
         if not control.first(f"places/{self.rank}"):
-            raise LaunchError("two machines have the same rank", found=f"machine_rank={self.rank} twice")
+            raise LaunchError(
+                "two machines have the same rank", found=f"machine_rank={self.rank} twice"
+            )
         control.set(f"here/{self.rank}", json.dumps(dict(about)))
         self._control = control
         for other in range(self.count) if self.rank == 0 else (0,):
@@ -222,7 +235,11 @@ class Machines:
                 )
             if waited > 5 and not announced:
                 announced = True
-                print(f"machine {self.rank} of {self.count} waits for {awaited}", file=sys.stderr, flush=True)
+                print(
+                    f"machine {self.rank} of {self.count} waits for {awaited}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(_PERIOD)
 
 
@@ -288,7 +305,9 @@ class SignedStore:
     def _read(self, key: str) -> str | None:
         raw = self._store.get(key).decode(errors="replace")
         proof, text = raw[:64], raw[64:]
-        return text if hmac.compare_digest(proof.encode(), self._proof(key, text).encode()) else None
+        return (
+            text if hmac.compare_digest(proof.encode(), self._proof(key, text).encode()) else None
+        )
 
     def _proof(self, key: str, text: str) -> str:
         return hmac.new(self._token, f"{key}\0{text}".encode(), hashlib.sha256).hexdigest()
@@ -305,7 +324,9 @@ def serve_store(address: str, port: int) -> Any:
     try:
         family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:
-        raise LaunchError("the address of machine 0 is unknown", found=f"{address}: {error.strerror}") from None
+        raise LaunchError(
+            "the address of machine 0 is unknown", found=f"{address}: {error.strerror}"
+        ) from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -322,7 +343,9 @@ def serve_store(address: str, port: int) -> Any:
             ) from None
         listener.listen()
         bound = listener.getsockname()[1]
-        return TCPStore(address, bound, None, True, _STORE_TIME, False, master_listen_fd=listener.detach())
+        return TCPStore(
+            address, bound, None, True, _STORE_TIME, False, master_listen_fd=listener.detach()
+        )
 
 
 def join_store(address: str, port: int, timeout: timedelta = _STORE_TIME) -> Any:

@@ -14,7 +14,17 @@ from typing import Any, Final, final
 from trainer_kit.core.configuration_sources import Chosen, is_true
 from trainer_kit.core.errors import ConfigurationError
 
-__all__ = ["ENGINES", "ENGINE_WORDS", "SECTIONS", "TOP", "Option", "all_options", "positive", "several_on", "with_kind"]
+__all__ = [
+    "ENGINES",
+    "ENGINE_WORDS",
+    "SECTIONS",
+    "TOP",
+    "Option",
+    "all_options",
+    "positive",
+    "several_on",
+    "with_kind",
+]
 
 
 def _boolean(text: str) -> bool:
@@ -23,7 +33,9 @@ def _boolean(text: str) -> bool:
     raise ValueError("is true or false")
 
 
-def _whole(what: str = "a whole number", least: float = -math.inf, most: float = math.inf) -> Callable[[str], int]:
+def _whole(
+    what: str = "a whole number", least: float = -math.inf, most: float = math.inf
+) -> Callable[[str], int]:
     """Make a reader of whole numbers; the text of its ValueError follows the option's name.
 
     Example:
@@ -70,7 +82,9 @@ def _seconds(text: str) -> float:
 
 def _streams(text: str) -> str:
     if not re.fullmatch(r"[0-3]|\d{1,5}:[0-3](,\d{1,5}:[0-3])*", text):
-        raise ValueError("is 0 to 3 (none, stdout, stderr, both), or RANK:NUMBER of each local rank such as 0:1,1:3")
+        raise ValueError(
+            "is 0 to 3 (none, stdout, stderr, both), or RANK:NUMBER of each local rank such as 0:1,1:3"
+        )
     return text
 
 
@@ -127,7 +141,11 @@ class Option:
         by_word = {word.lower(): word for word in self.words}
         found = by_word.get(text.lower())
         # A number refers to torch's enumeration, which counts from 1.
-        if self.section == "fsdp_config" and re.fullmatch("[1-9]", text) and int(text) <= len(self.words):
+        if (
+            self.section == "fsdp_config"
+            and re.fullmatch("[1-9]", text)
+            and int(text) <= len(self.words)
+        ):
             found = self.words[int(text) - 1]
         if text.lower() == "false":  # in JSON; YAML writes: no
             found = by_word.get("no")
@@ -179,7 +197,9 @@ def _section(section: str, prefix: str, *options: Option) -> dict[str, Option]:
     for option in options:
         name = f"{prefix}{option.name}"
         aliases = (option.name, *(f"{prefix}{alias}" for alias in option.aliases), *option.aliases)
-        made[name] = replace(option, name=name, section=section, aliases=tuple(a for a in aliases if a != name))
+        made[name] = replace(
+            option, name=name, section=section, aliases=tuple(a for a in aliases if a != name)
+        )
     return made
 
 
@@ -365,7 +385,9 @@ def with_kind(*levels: Mapping[str, Chosen]) -> dict[str, Chosen]:
 
 def _derived(level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]) -> dict[str, Chosen]:
     """``distributed_type`` and ``use_cpu`` as the options of one level set them, else their earlier values."""
-    devices, engines = ([word for word in words if _is_on(level, word)] for words in (_DEVICES, ENGINE_WORDS))
+    devices, engines = (
+        [word for word in words if _is_on(level, word)] for words in (_DEVICES, ENGINE_WORDS)
+    )
     given, on_cpu = chosen["distributed_type"], chosen["use_cpu"]
     kind = given
     _only_one(level, devices)
@@ -385,7 +407,9 @@ def _derived(level: Mapping[str, Chosen], chosen: Mapping[str, Chosen]) -> dict[
     elif "cpu" in devices and kind.value not in _ENGINES:
         kind = Chosen("MULTI_CPU", level["cpu"].origin)
     elif (
-        "multi_gpu" in devices and kind.value not in _ENGINES and not (_on_several(kind) and kind.value != "MULTI_CPU")
+        "multi_gpu" in devices
+        and kind.value not in _ENGINES
+        and not (_on_several(kind) and kind.value != "MULTI_CPU")
     ):
         kind = Chosen("MULTI_GPU", level["multi_gpu"].origin)
     return {"distributed_type": kind, "use_cpu": on_cpu}
@@ -404,5 +428,7 @@ def _only_one(level: Mapping[str, Chosen], words: Iterable[str]) -> None:
     if len(several) > 1:
         raise ConfigurationError(
             "only one kind of run can be chosen",
-            found=", ".join(f"{word}={level[word].value} ({level[word].origin})" for word in several),
+            found=", ".join(
+                f"{word}={level[word].value} ({level[word].origin})" for word in several
+            ),
         )

@@ -21,7 +21,11 @@ from trainer_kit.launch.sagemaker import is_sagemaker, refusal
 __all__ = ["Plan", "plan"]
 
 _PASSED: Final = ("mixed_precision", "gradient_accumulation_steps", "use_cpu", "debug")
-_VISIBLE: Final = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+_VISIBLE: Final = {
+    "cuda": "CUDA_VISIBLE_DEVICES",
+    "xpu": "ZE_AFFINITY_MASK",
+    "npu": "ASCEND_RT_VISIBLE_DEVICES",
+}
 _OF_THE_AGENT: Final = ("tee", "log_dir", "role", "monitor_interval", "max_restarts")
 """The options that need an agent process."""
 _PORT: Final = 29500
@@ -85,10 +89,14 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
     cpu = bool(options["use_cpu"]) or options["distributed_type"] == "MULTI_CPU"
     accelerated = not cpu and _accelerator() is not None
     several = "multi_gpu" if options["multi_gpu"] else "distributed_type"
-    on_devices = bool(options["multi_gpu"]) or (options["distributed_type"] or "").startswith("MULTI_")
+    on_devices = bool(options["multi_gpu"]) or (options["distributed_type"] or "").startswith(
+        "MULTI_"
+    )
     if on_devices and not cpu and not accelerated:
         raise options.wrong(
-            "this machine has no accelerator", several, fix="add --cpu, or choose another configuration"
+            "this machine has no accelerator",
+            several,
+            fix="add --cpu, or choose another configuration",
         )
     ids = _gpu_ids(options) if accelerated else None
     devices = 1 if not accelerated else available_devices() if ids is None else len(ids)
@@ -110,7 +118,9 @@ def _on_devices(options: Resolved, here: Environment) -> Plan:
         )
     in_place = around == total
     asked = any(options[name] for name in _OF_THE_AGENT)
-    ignored = dict.fromkeys(_OF_THE_AGENT if in_place else (), f"{here.source} has started the processes")
+    ignored = dict.fromkeys(
+        _OF_THE_AGENT if in_place else (), f"{here.source} has started the processes"
+    )
     if machines.count == 1:
         ignored["rdzv_conf"] = "a single machine has no rendezvous"
     if options["rdzv_backend"] == "c10d":
@@ -142,7 +152,9 @@ def _on_xla(options: Resolved) -> Plan:
     environ = {"TRAINER_KIT_NUM_PROCESSES": str(options["num_processes"])} if several else {}
     ignored = dict.fromkeys(_OF_THE_AGENT if several else (), "torch_xla starts the processes")
     ignored["rdzv_conf"] = "a single machine has no rendezvous"
-    if options["main_training_function"] != "main":  # Accelerate imports the script and calls this function
+    if (
+        options["main_training_function"] != "main"
+    ):  # Accelerate imports the script and calls this function
         ignored["main_training_function"] = "the script is run, with its main part"
     return Plan(
         processes=1,
@@ -167,28 +179,47 @@ def _pod(options: Resolved, name: str) -> ConfigurationError:
 def _machines(options: Resolved, here: Environment) -> Machines:
     waits = _patience(options)
     if here.launched and here.world_size > 1:
-        count, rank, address, port = here.num_nodes, here.node_rank, here.master_addr, here.master_port
+        count, rank, address, port = (
+            here.num_nodes,
+            here.node_rank,
+            here.master_addr,
+            here.master_port,
+        )
         return Machines(count, rank, address, port, waits) if count > 1 else Machines()
-    count, rank, address = options["num_machines"], options["machine_rank"], options["main_process_ip"]
+    count, rank, address = (
+        options["num_machines"],
+        options["machine_rank"],
+        options["main_process_ip"],
+    )
     port = options["main_process_port"]
     if not 0 <= rank < count:
         raise options.wrong(
-            "the rank of this machine is out of range", "machine_rank", "num_machines", fix="count machines from 0"
+            "the rank of this machine is out of range",
+            "machine_rank",
+            "num_machines",
+            fix="count machines from 0",
         )
     if count == 1:
         return Machines(port=port or 0)
     if not options.given("main_process_ip"):
         raise ConfigurationError(
-            "several machines need the address of the first", fix="add --main_process_ip, the same on every machine"
+            "several machines need the address of the first",
+            fix="add --main_process_ip, the same on every machine",
         )
     return Machines(count, rank, address, port or _PORT, waits)
 
 
 def _patience(options: Resolved) -> float:
     """Seconds to wait for the other machines, from ``rdzv_conf``."""
-    pairs = dict(pair.partition("=")[::2] for pair in str(options["rdzv_conf"] or "").split(",") if pair.strip())
+    pairs = dict(
+        pair.partition("=")[::2]
+        for pair in str(options["rdzv_conf"] or "").split(",")
+        if pair.strip()
+    )
     for name, seconds in pairs.items():
-        if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(r"\d{1,9}(\.\d+)?", seconds.strip()):
+        if name.strip() not in ("timeout", "join_timeout") or not re.fullmatch(
+            r"\d{1,9}(\.\d+)?", seconds.strip()
+        ):
             raise options.wrong(
                 "machines rendezvous in a store of this launcher, not by torch's rendezvous",
                 "rdzv_conf",
@@ -202,7 +233,9 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
     total = options["num_processes"]
     if total == -1 and options.file is not None:
         raise options.wrong(
-            "this configuration does not set the number of processes", "num_processes", fix="add --num_processes"
+            "this configuration does not set the number of processes",
+            "num_processes",
+            fix="add --num_processes",
         )
     single = options["distributed_type"] == "NO"
     if total is None:
@@ -223,7 +256,9 @@ def _total(options: Resolved, launched: int | None, devices: int, num_machines: 
             fix="pass a multiple of num_machines: num_processes counts the processes of all machines",
         )
     if total == 1 and options["multi_gpu"] and options.origin("multi_gpu").startswith("flag"):
-        raise ConfigurationError("--multi_gpu is for several processes", found="1 process", fix="leave it out")
+        raise ConfigurationError(
+            "--multi_gpu is for several processes", found="1 process", fix="leave it out"
+        )
     return int(total)
 
 
@@ -298,11 +333,15 @@ def _variables(options: Resolved) -> dict[str, str]:
         found_at = f"{name} ({options.origin(option)})"
         if not isinstance(value, str) or not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigurationError(
-                "a variable is written as NAME=TEXT", found=found_at, fix="write --env NCCL_DEBUG=INFO"
+                "a variable is written as NAME=TEXT",
+                found=found_at,
+                fix="write --env NCCL_DEBUG=INFO",
             )
         if name in _OURS or name.startswith(("TRAINER_KIT_", "TORCHELASTIC_")):
             raise ConfigurationError(
-                "launch sets this variable itself", found=found_at, fix="use its option; trainer-kit explain lists them"
+                "launch sets this variable itself",
+                found=found_at,
+                fix="use its option; trainer-kit explain lists them",
             )
         found[name] = value
     return found
@@ -323,7 +362,11 @@ def _refuse(options: Resolved) -> None:
         )
     if is_sagemaker(options):
         raise refusal(options)
-    parallel = [name for name in SECTIONS["parallelism_config"] if name.endswith("_size") and (options[name] or 1) != 1]
+    parallel = [
+        name
+        for name in SECTIONS["parallelism_config"]
+        if name.endswith("_size") and (options[name] or 1) != 1
+    ]
     wanted = {
         "distributed_type": ENGINES.get(options["distributed_type"] or ""),
         _SEQUENCES: "dividing sequences by DeepSpeed" if _SEQUENCES in parallel else None,
@@ -342,7 +385,9 @@ def _refuse(options: Resolved) -> None:
             parallel[0],
             fix="leave parallelism_config out, or set FSDP, MULTI_GPU or MULTI_CPU",
         )
-    on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith("flag")
+    on_tpu = options["distributed_type"] in _XLA or options.origin("tpu_use_cluster").startswith(
+        "flag"
+    )
     if options["tpu_use_cluster"] and on_tpu:
         raise _pod(options, "tpu_use_cluster")
     divided = [name for name in parallel if name != "parallelism_config_dp_replicate_size"]

@@ -85,13 +85,17 @@ def run_forked(
     """
     here = Environment.detect()
     if here.launched:
-        raise LaunchError("a rank cannot start ranks", found=f"rank {here.rank} of {here.world_size} ({here.source})")
+        raise LaunchError(
+            "a rank cannot start ranks",
+            found=f"rank {here.rank} of {here.world_size} ({here.source})",
+        )
     if nproc < 1:
         raise LaunchError("at least one rank is needed", found=f"nproc={nproc}")
     method = "fork" if start_method == "auto" else start_method
     if method not in multiprocessing.get_all_start_methods():
         raise LaunchError(
-            f"this system cannot start processes by {method}", fix="move the code into a script: python train.py"
+            f"this system cannot start processes by {method}",
+            fix="move the code into a script: python train.py",
         )
     if method == "fork":
         _check_fork()
@@ -130,7 +134,10 @@ def run_beside(functions: Sequence[Callable[[], _Result]]) -> list[_Result]:
         [2, 'aaa']
     """
     beside: list[tuple[Any, Connection[Any, Any]]] = []
-    possible = "fork" in multiprocessing.get_all_start_methods() and not multiprocessing.current_process().daemon
+    possible = (
+        "fork" in multiprocessing.get_all_start_methods()
+        and not multiprocessing.current_process().daemon
+    )
     if possible and usable_cores() > 1 and _device_in_use() is None:
         with no_garbage_in_forks(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*fork.*", category=DeprecationWarning)
@@ -178,7 +185,9 @@ class _Target:
         if self.forked:
             os.environ["OMP_NUM_THREADS"] = "1"
             torch.set_num_threads(1)
-        if self.random_state is not None:  # Python seeds its generator again in each fork; torch and NumPy do not
+        if (
+            self.random_state is not None
+        ):  # Python seeds its generator again in each fork; torch and NumPy do not
             random.setstate(self.random_state)
         result = self.fn(rank)
         return result if rank == 0 else None
@@ -266,15 +275,24 @@ class Ranks:
         try:
             with no_garbage_in_forks():
                 for rank in range(nproc):
-                    self._start(context, rank, target, {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+                    self._start(
+                        context,
+                        rank,
+                        target,
+                        {**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    )
         except BaseException:
             self.close()
             raise
 
-    def _start(self, context: Any, rank: int, target: Callable[[int], Any], environ: Mapping[str, str]) -> None:
+    def _start(
+        self, context: Any, rank: int, target: Callable[[int], Any], environ: Mapping[str, str]
+    ) -> None:
         reader, writer = context.Pipe(duplex=False)
         self._readers.append(reader)
-        process = context.Process(target=_work, args=(rank, target, environ, writer), name=f"rank-{rank}")
+        process = context.Process(
+            target=_work, args=(rank, target, environ, writer), name=f"rank-{rank}"
+        )
         try:
             process.start()
         finally:
@@ -285,7 +303,9 @@ class Ranks:
     def running(self) -> dict[int, int]:
         """The processes of the ranks that are neither done nor failed."""
         ended = self._results.keys() | self._failures.keys()
-        return {rank: process.pid for rank, process in enumerate(self._processes) if rank not in ended}
+        return {
+            rank: process.pid for rank, process in enumerate(self._processes) if rank not in ended
+        }
 
     @property
     def failures(self) -> list[RankFailure]:
@@ -325,11 +345,15 @@ class Ranks:
             except (EOFError, OSError):
                 process = self._processes[rank]
                 process.join(_EXIT_TIME)
-                self._failures[rank] = RankFailure(rank, process.exitcode, time.time_ns(), pid=process.pid)
+                self._failures[rank] = RankFailure(
+                    rank, process.exitcode, time.time_ns(), pid=process.pid
+                )
                 continue
             if "result" in message:
                 self._results[rank] = pickle.loads(message["result"])
-                self._ends[rank] = RankFailure(rank, 0, time.time_ns(), pid=self._processes[rank].pid)
+                self._ends[rank] = RankFailure(
+                    rank, 0, time.time_ns(), pid=self._processes[rank].pid
+                )
             else:
                 self._errors[rank] = pickle.loads(message["error"]) if message["error"] else None
                 self._failures[rank] = message["failure"]
@@ -369,7 +393,12 @@ class Ranks:
             reader.close()
 
 
-def _work(rank: int, target: Callable[[int], Any], environ: Mapping[str, str], writer: Connection[Any, Any]) -> None:
+def _work(
+    rank: int,
+    target: Callable[[int], Any],
+    environ: Mapping[str, str],
+    writer: Connection[Any, Any],
+) -> None:
     """Run ``target`` in a rank's process, and send its result to the parent."""
     if sys.platform == "linux":
         die_with_parent()
@@ -408,7 +437,13 @@ def _packed(error: BaseException) -> bytes | None:
 
 def _failure(rank: int, error: BaseException) -> RankFailure:
     trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
+    while (
+        trace is not None
+        and trace.tb_next is not None
+        and trace.tb_frame.f_code.co_filename == __file__
+    ):
         trace = trace.tb_next
     lines = "".join(traceback.format_exception(type(error), error, trace))
-    return RankFailure(rank, 1, time.time_ns(), qualified_name(error), str(error), lines, pid=os.getpid())
+    return RankFailure(
+        rank, 1, time.time_ns(), qualified_name(error), str(error), lines, pid=os.getpid()
+    )

@@ -19,7 +19,16 @@ from trainer_kit.core.display import mask_secrets
 from trainer_kit.core.environment import START_DIRECTORY
 from trainer_kit.core.errors import LaunchError
 
-__all__ = ["HANDED_OVER", "arguments", "handed_over", "launches", "requeue", "rerun_command", "script", "split_command"]
+__all__ = [
+    "HANDED_OVER",
+    "arguments",
+    "handed_over",
+    "launches",
+    "requeue",
+    "rerun_command",
+    "script",
+    "split_command",
+]
 
 HANDED_OVER: Final = "TRAINER_KIT_RUN"
 """The environment variable through which our agent passes the run's identity to every rank and restart."""
@@ -114,7 +123,9 @@ def script() -> str | None:
 
     There is none in a notebook, an interactive session, ``python -c``, and a test under pytest.
     """
-    if hasattr(builtins, "get_ipython") or ("PYTEST_CURRENT_TEST" in os.environ and _under_pytest()):
+    if hasattr(builtins, "get_ipython") or (
+        "PYTEST_CURRENT_TEST" in os.environ and _under_pytest()
+    ):
         return None
     file = getattr(sys.modules["__main__"], "__file__", None)
     return None if file is None else str(Path(file).absolute())

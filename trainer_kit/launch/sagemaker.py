@@ -22,7 +22,13 @@ _DEFAULTS: Final = {
     "py_version": "py38",
 }
 """Accelerate's."""
-_OF_FILE: Final = ("image_uri", "transformers_version", "pytorch_version", "py_version", "base_job_name")
+_OF_FILE: Final = (
+    "image_uri",
+    "transformers_version",
+    "pytorch_version",
+    "py_version",
+    "base_job_name",
+)
 _NUMBER: Final = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
@@ -49,8 +55,14 @@ def sagemaker_lines(options: Resolved, script: str, arguments: Sequence[str]) ->
         ConfigurationError: the job is incomplete, or SageMaker cannot pass the script's arguments.
     """
     estimator, inputs = estimator_arguments(options, script, arguments)
-    lines = [f"region: {options['region'] or _DEFAULTS['region']}", f"profile: {options['profile'] or 'none'}"]
-    lines += [f"estimator {name}: {json.dumps(mask_secrets(value, name))}" for name, value in estimator.items()]
+    lines = [
+        f"region: {options['region'] or _DEFAULTS['region']}",
+        f"profile: {options['profile'] or 'none'}",
+    ]
+    lines += [
+        f"estimator {name}: {json.dumps(mask_secrets(value, name))}"
+        for name, value in estimator.items()
+    ]
     return [*lines, f"inputs: {json.dumps(mask_secrets(inputs))}"]
 
 
@@ -68,11 +80,15 @@ def estimator_arguments(
         ConfigurationError: the job is incomplete, or SageMaker cannot pass the script's arguments.
     """
     if not script.endswith(".py"):
-        raise ConfigurationError("SageMaker runs a Python file", found=script, fix="pass a script that ends in .py")
+        raise ConfigurationError(
+            "SageMaker runs a Python file", found=script, fix="pass a script that ends in .py"
+        )
     for name in ("ec2_instance_type", "iam_role_name"):
         if not options[name]:
             raise options.wrong(
-                f"a job on SageMaker needs {name}", "compute_environment", fix=f"set {name}: ... in the file"
+                f"a job on SageMaker needs {name}",
+                "compute_environment",
+                fix=f"set {name}: ... in the file",
             )
     path = Path(script)
     data_parallel = options["distributed_type"] == "DATA_PARALLEL"
@@ -84,18 +100,26 @@ def estimator_arguments(
         "instance_count": options["num_machines"],
         "instance_type": options["ec2_instance_type"],
         "debugger_hook_config": False,
-        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}} if data_parallel else None,
+        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}}
+        if data_parallel
+        else None,
         "hyperparameters": _hyperparameters(arguments),
         "environment": _environment(options),
-        "metric_definitions": None if metrics is None else [{"Name": name, "Regex": text} for name, text in metrics],
+        "metric_definitions": None
+        if metrics is None
+        else [{"Name": name, "Regex": text} for name, text in metrics],
     }
     inputs = _table(options, "sagemaker_inputs_file")
-    return _merged(options["additional_args"] or {}, estimator), None if inputs is None else dict(inputs)
+    return _merged(options["additional_args"] or {}, estimator), None if inputs is None else dict(
+        inputs
+    )
 
 
 def _environment(options: Resolved) -> dict[str, str]:
     """Variables for the script in Accelerate's names, which this library reads too."""
-    switches = {name: str(bool(options[f"dynamo_{name}"])) for name in ("use_fullgraph", "use_dynamic")}
+    switches = {
+        name: str(bool(options[f"dynamo_{name}"])) for name in ("use_fullgraph", "use_dynamic")
+    }
     return {
         "ACCELERATE_USE_SAGEMAKER": "true",
         "ACCELERATE_MIXED_PRECISION": str(options["mixed_precision"]),
@@ -103,7 +127,9 @@ def _environment(options: Resolved) -> dict[str, str]:
         "ACCELERATE_DYNAMO_MODE": str(options["dynamo_mode"] or "default"),
         "ACCELERATE_DYNAMO_USE_FULLGRAPH": switches["use_fullgraph"],
         "ACCELERATE_DYNAMO_USE_DYNAMIC": switches["use_dynamic"],
-        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(bool(options["dynamo_use_regional_compilation"])),
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(
+            bool(options["dynamo_use_regional_compilation"])
+        ),
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": str(options["distributed_type"] or "NO"),
     }
 
@@ -169,5 +195,9 @@ def _merged(more: Any, base: dict[str, Any]) -> dict[str, Any]:
     for name, given in more.items():
         value = _constructed(given)
         inner = found.get(name)
-        found[name] = _merged(value, inner if isinstance(inner, dict) else {}) if isinstance(value, dict) else value
+        found[name] = (
+            _merged(value, inner if isinstance(inner, dict) else {})
+            if isinstance(value, dict)
+            else value
+        )
     return found

@@ -44,7 +44,9 @@ def patience() -> float:
         seconds = 0.0
     if seconds <= 0:
         raise ConfigurationError(
-            "TRAINER_KIT_PATIENCE must be a number of seconds", found=repr(text), fix="set TRAINER_KIT_PATIENCE=30"
+            "TRAINER_KIT_PATIENCE must be a number of seconds",
+            found=repr(text),
+            fix="set TRAINER_KIT_PATIENCE=30",
         )
     return max(seconds, 0.1)
 
@@ -154,7 +156,9 @@ def named_while_connecting(store: Any, here: Environment) -> Iterator[None]:
         here: this rank.
     """
     over = threading.Event()
-    thread = threading.Thread(target=_name_gone, args=(store.clone(), here, over, patience()), daemon=True)
+    thread = threading.Thread(
+        target=_name_gone, args=(store.clone(), here, over, patience()), daemon=True
+    )
     thread.start()
     try:
         yield
@@ -177,16 +181,23 @@ def _name_gone(store: Any, here: Environment, over: threading.Event, interval: f
         if gone and here.rank == alive[0]:
             waited = time.monotonic() - began
             missing = _named(gone, here.world_size)
-            print(f"waiting for {missing} to connect for {waited:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"waiting for {missing} to connect for {waited:.0f} s", file=sys.stderr, flush=True
+            )
 
 
 def _named(ranks: list[int], size: int) -> str:
-    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" if len(ranks) > 16 else "")
+    listed = ", ".join(map(str, ranks[:16])) + (
+        f" and {len(ranks) - 16} more" if len(ranks) > 16 else ""
+    )
     return f"rank {listed} of {size}" if len(ranks) == 1 else f"ranks {listed} of {size}"
 
 
 def _await(
-    wait: Callable[[timedelta], Any], missing: Callable[[], str], prints: Callable[[], bool], timeout: timedelta
+    wait: Callable[[timedelta], Any],
+    missing: Callable[[], str],
+    prints: Callable[[], bool],
+    timeout: timedelta,
 ) -> Any:
     """The result of ``wait``; meanwhile the rank for which ``prints`` is true prints at intervals who is missing."""
     began, interval = time.monotonic(), patience()
@@ -207,4 +218,8 @@ def _await(
                     fix="check their output and how many were started; timeout= of the strategy sets the limit",
                 ) from error
         if prints():
-            print(f"waiting for {missing()}: not there after {waited:.0f} s", file=sys.stderr, flush=True)
+            print(
+                f"waiting for {missing()}: not there after {waited:.0f} s",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -53,7 +53,9 @@ class AimLogger(RunLogger):
         **kwargs: Any,
     ) -> None:
         id = run_hash if run is None else run.hash
-        super().__init__(name=experiment, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=run)
+        super().__init__(
+            name=experiment, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=run
+        )
         self._repo, self._run_name = repo, run_name
         given = {"train": train_metric_prefix, "val": val_metric_prefix, "test": test_metric_prefix}
         self._subsets = {subset: start for subset, start in given.items() if start}
@@ -70,7 +72,11 @@ class AimLogger(RunLogger):
         if self._repo is None:
             os.makedirs(self._save_dir, exist_ok=True)
         where = {"repo": self._save_dir if self._repo is None else self._repo, **self._options}
-        run = Run(experiment=self._name, **where) if id is None else Run(id, force_resume=True, **where)
+        run = (
+            Run(experiment=self._name, **where)
+            if id is None
+            else Run(id, force_resume=True, **where)
+        )
         if self._run_name is not None:
             run.name = self._run_name
         return run, str(run.hash)
@@ -81,7 +87,10 @@ class AimLogger(RunLogger):
 
     def _write_metrics(self, run: Any, values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            subset, start = next(((s, start) for s, start in self._subsets.items() if name.startswith(start)), ("", ""))
+            subset, start = next(
+                ((s, start) for s, start in self._subsets.items() if name.startswith(start)),
+                ("", ""),
+            )
             context = {"subset": subset} if subset else {}
             run.track(value, name=name[len(start) :] or name, step=step, context=context)
 
@@ -89,10 +98,14 @@ class AimLogger(RunLogger):
         for name, value in params.items():
             run.set(("hparams", name), value, strict=False)
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
         from aim import Image
 
-        run.track(Image(image, caption=caption or ""), name=f"{key}/{index}" if index else key, step=step)
+        run.track(
+            Image(image, caption=caption or ""), name=f"{key}/{index}" if index else key, step=step
+        )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         from aim import Text

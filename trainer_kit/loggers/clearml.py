@@ -81,7 +81,8 @@ class ClearMLLogger(RunLogger):
             Task.set_offline(True)
         continues = id is not None and not id.startswith("offline-")
         task: Any = Task.init(
-            project_name=self._name, **{**self._init, **({"continue_last_task": id} if continues else {})}
+            project_name=self._name,
+            **{**self._init, **({"continue_last_task": id} if continues else {})},
         )
         if id is not None and not continues:
             task.set_parameter("General/continues", id)
@@ -109,7 +110,9 @@ class ClearMLLogger(RunLogger):
     def _write_file(self, run: Any, path: Path, name: str) -> None:
         run.upload_artifact(name, artifact_object=str(path))
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
         run.get_logger().report_image(key, caption or str(index), step, image=image)
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
@@ -119,5 +122,7 @@ class ClearMLLogger(RunLogger):
         counts, edges = histogram(values, bins)
         run.get_logger().report_histogram(key, key, counts, step, xlabels=centers(edges))
 
-    def _write_table(self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    def _write_table(
+        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+    ) -> None:
         run.get_logger().report_table(key, key, step, table_plot=[columns, *rows])

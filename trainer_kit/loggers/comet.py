@@ -65,11 +65,25 @@ class CometLogger(RunLogger):
     ) -> None:
         for name in _FORMER.keys() & kwargs.keys():
             raise ConfigurationError(
-                f"CometLogger has no argument {name}", found=f"{name}={kwargs[name]!r}", fix=f"pass {_FORMER[name]}"
+                f"CometLogger has no argument {name}",
+                found=f"{name}={kwargs[name]!r}",
+                fix=f"pass {_FORMER[name]}",
             )
         id = experiment_key if experiment is None else experiment.get_key()
-        super().__init__(name=project, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=experiment)
-        self._options = {"api_key": api_key, "workspace": workspace, "project_name": project, "online": online}
+        super().__init__(
+            name=project,
+            save_dir=save_dir,
+            id=id,
+            prefix=prefix,
+            log_model=log_model,
+            run=experiment,
+        )
+        self._options = {
+            "api_key": api_key,
+            "workspace": workspace,
+            "project_name": project,
+            "online": online,
+        }
         self._mode, self._config = mode, {"offline_directory": self._save_dir, **kwargs}
 
     def _begin(self, id: str | None) -> tuple[Any, str]:
@@ -100,7 +114,9 @@ class CometLogger(RunLogger):
             if file.is_file():
                 run.log_asset(str(file), file_name=f"{name}/{file.relative_to(path).as_posix()}")
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
         metadata = {"index": index} if caption is None else {"index": index, "caption": caption}
         run.log_image(image, name=f"{key}-{index}" if index else key, step=step, metadata=metadata)
 

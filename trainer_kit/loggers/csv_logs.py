@@ -58,14 +58,17 @@ class CSVLogger(DirectoryLogger):
         super().__init__(save_dir, name, version)
         if flush_logs_every_n_steps < 1:
             raise ConfigurationError(
-                "flush_logs_every_n_steps is at least 1", found=f"flush_logs_every_n_steps={flush_logs_every_n_steps}"
+                "flush_logs_every_n_steps is at least 1",
+                found=f"flush_logs_every_n_steps={flush_logs_every_n_steps}",
             )
         self._prefix = prefix
         self._flush_every = flush_logs_every_n_steps
         self._waiting: dict[int, dict[str, Any]] = {}
         self._table: _Table | None = None
         self._step: int | None = None
-        self._ended: tuple[Path, int] | None = None  # the last row of an entry point that has returned
+        self._ended: tuple[Path, int] | None = (
+            None  # the last row of an entry point that has returned
+        )
 
     @property
     def path(self) -> Path:
@@ -120,8 +123,13 @@ class CSVLogger(DirectoryLogger):
         if not self._waiting:
             return
         self._directory()
-        table, self._table = self._table or _Table(self.path), None  # after a failed write, the file is read again
-        own_row = self._ended[1] if self._ended is not None and self._ended[0] == self.path else None
+        table, self._table = (
+            self._table or _Table(self.path),
+            None,
+        )  # after a failed write, the file is read again
+        own_row = (
+            self._ended[1] if self._ended is not None and self._ended[0] == self.path else None
+        )
         table.merge(self._waiting, own_row)
         self._table, self._waiting, self._ended = table, {}, None
 
@@ -187,7 +195,9 @@ class _Table:
             file.truncate()
         self._last, self._start = {"step": max(rows), **rows[max(rows)]}, end - len(lines[-1])
 
-    def _rewrite(self, rows: dict[int, dict[str, Any]], columns: list[str], own_row: int | None) -> None:
+    def _rewrite(
+        self, rows: dict[int, dict[str, Any]], columns: list[str], own_row: int | None
+    ) -> None:
         merged = [(int(row["step"]), _cells(row)) for row in self._read()]
         newest = {step: values for step, values in merged if step != own_row}
         for step, values in rows.items():
@@ -218,7 +228,9 @@ class _Table:
         if not steps_are_whole or "step" not in names:
             raise LogError(
                 f"{self._path} is not a table of metrics",
-                found=f"its columns are {', '.join(names)}" if "step" not in names else "a row without a whole step",
+                found=f"its columns are {', '.join(names)}"
+                if "step" not in names
+                else "a row without a whole step",
                 fix="choose another version, or move the file",
             )
         self._columns = names
@@ -226,9 +238,15 @@ class _Table:
 
     def _line(self, row: Mapping[str, Any]) -> bytes:
         text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow([row.get(name, "") for name in self._columns])
+        csv.writer(text, lineterminator="\n").writerow(
+            [row.get(name, "") for name in self._columns]
+        )
         return text.getvalue().encode()
 
 
 def _cells(row: Mapping[str, Any] | None) -> dict[str, Any]:
-    return {name: value for name, value in (row or {}).items() if name != "step" and value not in ("", None)}
+    return {
+        name: value
+        for name, value in (row or {}).items()
+        if name != "step" and value not in ("", None)
+    }

@@ -40,7 +40,15 @@ _DELAYS: Final = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 _LAST: Final = 2.0
 """Seconds for which failing calls are retried at the end."""
 _LAST_DELAY: Final = 0.25
-_MISTAKES: Final = (TypeError, ValueError, LookupError, AttributeError, AssertionError, ArithmeticError, ImportError)
+_MISTAKES: Final = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    AssertionError,
+    ArithmeticError,
+    ImportError,
+)
 """Errors that point to a bug rather than to a failing service: such a call is retried fewer times."""
 _PUBLISHING: Final = threading.Lock()
 
@@ -102,7 +110,10 @@ class JournalIndex:
                 raise TimeoutError(f"{self.journal.path} does not have these values yet")
             offsets = list(enumerate(self._offsets[first:end], first))
         written = [(number, offset) for number, offset in offsets if offset >= 0]
-        calls = [_Call("log_metrics", self.journal.read_values(offset), number) for number, offset in written]
+        calls = [
+            _Call("log_metrics", self.journal.read_values(offset), number)
+            for number, offset in written
+        ]
         return calls, first + len(offsets)
 
 
@@ -123,9 +134,20 @@ class Delivery:
     """
 
     def __init__(
-        self, logger: Any, say: Callable[[str], None], index: JournalIndex | None, journals: bool, name: str
+        self,
+        logger: Any,
+        say: Callable[[str], None],
+        index: JournalIndex | None,
+        journals: bool,
+        name: str,
     ) -> None:
-        self.logger, self.say, self.index, self.journals, self.name = logger, say, index, journals, name
+        self.logger, self.say, self.index, self.journals, self.name = (
+            logger,
+            say,
+            index,
+            journals,
+            name,
+        )
         self._first = -1  # the ticket of a call whose refusal `started` raises
         self._refusal: TrainerKitError | None = None
         self._kept = 10 * _KEPT if journals or index is None else _KEPT
@@ -137,9 +159,13 @@ class Delivery:
         self._busy: tuple[str, float] | None = None  # the current call, and when it began
         self._failing: float | None = None  # when the logger began to fail
         self._attempts = 0
-        self._closing: float | None = None  # when to give up on a failing logger; None while the run continues
+        self._closing: float | None = (
+            None  # when to give up on a failing logger; None while the run continues
+        )
         self._late = False
-        self._begun: float | None = None  # when the first call began; None once a call has succeeded
+        self._begun: float | None = (
+            None  # when the first call began; None once a call has succeeded
+        )
         self._starting = not journals
         self._seen = 0.0, 0.0  # when the thread's CPU time was read last, and the CPU time
         self._warned = -_QUIET
@@ -152,7 +178,10 @@ class Delivery:
             return self._pending()
 
     def _pending(self) -> int:
-        return sum(item.end - item.first if isinstance(item, _Gap) else item.number >= 0 for item in self._queue)
+        return sum(
+            item.end - item.first if isinstance(item, _Gap) else item.number >= 0
+            for item in self._queue
+        )
 
     def put(self, method: str, *arguments: Any, number: int = -1, first: bool = False) -> int:
         """Queue a call; returns the ticket for `wait`. Never waits for the logger.
@@ -178,7 +207,9 @@ class Delivery:
                 else:
                     self._lost += 1
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"logger {self.name}", daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run, name=f"logger {self.name}", daemon=True
+                )
                 self._thread.start()
             if number < 0 or len(self._queue) == self._many:
                 self._changed.notify_all()
@@ -252,7 +283,9 @@ class Delivery:
             grace: wait longer for a logger that computes in its first call: up to 60 seconds from its beginning.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._thread is None, max(0.0, deadline - time.monotonic()))
+            self._changed.wait_for(
+                lambda: self._thread is None, max(0.0, deadline - time.monotonic())
+            )
             starts = grace and self._is_starting()
         if starts:
             self._wait_for_start()
@@ -262,7 +295,11 @@ class Delivery:
             self._say(f"{self.name}: it did not receive every call{self._where()}")
             self._lost = 0
         if not done:
-            state = f"{busy[0]} has not returned for {time.monotonic() - busy[1]:.0f} s" if busy else "it fails"
+            state = (
+                f"{busy[0]} has not returned for {time.monotonic() - busy[1]:.0f} s"
+                if busy
+                else "it fails"
+            )
             self._say(f"{self.name}: {state}; {_counted(left)} not logged there{self._where()}")
         return done
 
@@ -283,7 +320,9 @@ class Delivery:
         with self._changed:
             while starting and self._begun is not None:
                 left = min(_PATIENCE, self._begun + _GRACE - time.monotonic())
-                self._changed.wait_for(lambda: self._thread is None or self._begun is None, max(0.0, left))
+                self._changed.wait_for(
+                    lambda: self._thread is None or self._begun is None, max(0.0, left)
+                )
                 starting = self._is_starting()
             if self._begun is None:
                 self._changed.wait_for(lambda: self._thread is None, _PATIENCE)
@@ -322,7 +361,9 @@ class Delivery:
         self._busy = call.method, time.monotonic()
         if self._starting:
             self._starting, self._begun = False, time.monotonic()
-        arguments = tuple(dict(one) if isinstance(one, dict) else one for one in call.arguments)  # it may change them
+        arguments = tuple(
+            dict(one) if isinstance(one, dict) else one for one in call.arguments
+        )  # it may change them
         try:
             method(*arguments)
         except BaseException as error:
@@ -349,7 +390,9 @@ class Delivery:
             gap.first = end
             if gap.first == gap.end:
                 self._queue.popleft()
-                calls.append(_Call("", (), ticket=gap.ticket))  # marks the end of the gap for `wait`
+                calls.append(
+                    _Call("", (), ticket=gap.ticket)
+                )  # marks the end of the gap for `wait`
             self._queue.extendleft(reversed(calls))
         if problem is not None:
             self._warn(f"values cannot be read back: {_text(problem)}")
@@ -361,7 +404,12 @@ class Delivery:
             call = self._queue[position]
             del self._queue[position]
             self._done = max(self._done, call.ticket)
-            answers, self._failing, self._attempts, self._begun = self._failing is not None, None, 0, None
+            answers, self._failing, self._attempts, self._begun = (
+                self._failing is not None,
+                None,
+                0,
+                None,
+            )
             self._late = self._late and bool(self._queue)
             self._changed.notify_all()
         if answers:
@@ -409,7 +457,9 @@ class Delivery:
             return True
         mistake = isinstance(error, _MISTAKES) and not isinstance(error, OSError)
         if (
-            not (failing > _QUIET or (mistake and (self._attempts > 3 or self._closing is not None)))
+            not (
+                failing > _QUIET or (mistake and (self._attempts > 3 or self._closing is not None))
+            )
             or len(self._queue) < 2
         ):
             return False
@@ -448,7 +498,11 @@ class Delivery:
 
     def _where(self) -> str:
         lost = f"; {self._lost:,} calls were dropped" if self._lost else ""
-        kept = "" if self.journals or self.index is None else f"; all values are in {self.index.journal.path}"
+        kept = (
+            ""
+            if self.journals or self.index is None
+            else f"; all values are in {self.index.journal.path}"
+        )
         return kept + lost
 
     def _say(self, line: str) -> None:
@@ -465,7 +519,9 @@ class Deliveries:
         name: returns a logger's name for messages; by default its class name.
     """
 
-    def __init__(self, say: Callable[[str], None], name: Callable[[Any], str] | None = None) -> None:
+    def __init__(
+        self, say: Callable[[str], None], name: Callable[[Any], str] | None = None
+    ) -> None:
         self.say, self._name = say, name or _class_name
         self._loggers: list[Any] = []
         self._each: dict[int, Delivery] = {}  # by the logger's identity
@@ -483,7 +539,10 @@ class Deliveries:
             loggers: the loggers in the user's order; one of them may be ``journal``.
             journal: gets every value first; other loggers catch up from it.
         """
-        self._loggers = [*([] if journal is None else [journal]), *(one for one in loggers if one is not journal)]
+        self._loggers = [
+            *([] if journal is None else [journal]),
+            *(one for one in loggers if one is not journal),
+        ]
         if journal is None or self._index is None or self._index.journal is not journal:
             self._index = None if journal is None else JournalIndex(journal)
         for known in self._each.values():
@@ -577,7 +636,9 @@ class Deliveries:
 
 def _cpu_seconds(thread: threading.Thread | None) -> float:
     """The CPU time that a running thread has used; that of this process where the system does not tell."""
-    if thread is None or thread.ident is None or not thread.is_alive():  # a fork has no threads of its parent
+    if (
+        thread is None or thread.ident is None or not thread.is_alive()
+    ):  # a fork has no threads of its parent
         return 0.0
     if sys.platform == "linux":
         return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))

@@ -46,7 +46,11 @@ class DVCLiveLogger(RunLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(
-            name=run_name or "dvclive", save_dir=save_dir, prefix=prefix, log_model=log_model, run=experiment
+            name=run_name or "dvclive",
+            save_dir=save_dir,
+            prefix=prefix,
+            log_model=log_model,
+            run=experiment,
         )
         directory = os.path.join(self._save_dir, "dvclive") if save_dir != "." else "dvclive"
         self._live = {"dir": directory, **({"exp_name": run_name} if run_name else {}), **kwargs}
@@ -75,6 +79,8 @@ class DVCLiveLogger(RunLogger):
     def _write_file(self, run: Any, path: Path, name: str) -> None:
         copied(path, Path(run.artifacts_dir) / name)
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
         run.step = step
         run.log_image(f"{path_part(key)}/{step:08d}-{index}.png", image)

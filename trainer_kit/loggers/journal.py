@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from trainer_kit.core.errors import LogError
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, numbers, one_at_a_time, params_dict, plain
+from trainer_kit.loggers.layout import (
+    DEFAULT_NAME,
+    DirectoryLogger,
+    numbers,
+    one_at_a_time,
+    params_dict,
+    plain,
+)
 
 __all__ = ["JSONLLogger", "journal_record", "read_journal"]
 
@@ -87,7 +94,9 @@ class JSONLLogger(DirectoryLogger):
             LogError: a value is not one number.
         """
         found = numbers(metrics, self._prefix)
-        values = {f"metric/{name}" if name in _FIELDS else name: value for name, value in found.items()}
+        values = {
+            f"metric/{name}" if name in _FIELDS else name: value for name, value in found.items()
+        }
         self._step = self._step if step is None else step
         if values:
             fields = {"step": self._step, "time": time.time() if at is None else at} | (
@@ -104,7 +113,9 @@ class JSONLLogger(DirectoryLogger):
             metrics: values for comparing runs.
         """
         new = plain(params_dict(params))
-        if any(name not in self.hparams or self.hparams[name] != value for name, value in new.items()):
+        if any(
+            name not in self.hparams or self.hparams[name] != value for name, value in new.items()
+        ):
             self._append({"time": time.time(), "hparams": new})
             self.hparams.update(new)
         if metrics:
@@ -154,7 +165,10 @@ class JSONLLogger(DirectoryLogger):
             raise LogError(f"{self.path} has no values at byte {line}", found=str(error)) from error
         del record["time"]
         record.pop("counts", None)
-        return {name.removeprefix("metric/").removeprefix(start): value for name, value in record.items()}, step
+        return {
+            name.removeprefix("metric/").removeprefix(start): value
+            for name, value in record.items()
+        }, step
 
     def _open(self) -> int:
         """Return the open file; reopen it if it was moved or another process wrote to it."""
@@ -224,7 +238,9 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         try:
             records.append(journal_record(line))
         except ValueError as error:
-            raise LogError(f"{path}:{number}: this line of the journal cannot be read", found=str(error)) from error
+            raise LogError(
+                f"{path}:{number}: this line of the journal cannot be read", found=str(error)
+            ) from error
     return records
 
 

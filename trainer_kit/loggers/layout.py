@@ -48,7 +48,10 @@ def numbers(metrics: Mapping[str, Any], prefix: str = "") -> dict[str, int | flo
         >>> numbers({"loss": torch.tensor(0.5)}, prefix="a")
         {'a-loss': 0.5}
     """
-    return {f"{prefix}-{name}" if prefix else name: _number(name, value) for name, value in metrics.items()}
+    return {
+        f"{prefix}-{name}" if prefix else name: _number(name, value)
+        for name, value in metrics.items()
+    }
 
 
 def _number(name: str, value: Any) -> int | float:
@@ -85,7 +88,8 @@ def params_dict(params: Any) -> dict[str, Any]:
     found = _nested(params)
     if not isinstance(found, dict):
         raise LogError(
-            "hyperparameters are a dict, a Namespace or a dataclass", found=f"a {type(params).__name__}: {params!r}"
+            "hyperparameters are a dict, a Namespace or a dataclass",
+            found=f"a {type(params).__name__}: {params!r}",
         )
     masked: dict[str, Any] = mask_secrets(found)
     return masked
@@ -111,7 +115,12 @@ def flatten(params: Mapping[str, Any], delimiter: str = "/") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in params.items():
         if isinstance(value, Mapping) and value:
-            flat.update({f"{key}{delimiter}{name}": item for name, item in flatten(value, delimiter).items()})
+            flat.update(
+                {
+                    f"{key}{delimiter}{name}": item
+                    for name, item in flatten(value, delimiter).items()
+                }
+            )
         else:
             flat[key] = value
     return flat
@@ -130,7 +139,13 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else "NaN" if math.isnan(value) else f"{'-' * (value < 0)}Infinity"
+        return (
+            value
+            if math.isfinite(value)
+            else "NaN"
+            if math.isnan(value)
+            else f"{'-' * (value < 0)}Infinity"
+        )
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -138,7 +153,11 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted((plain(item) for item in value), key=repr)
     if _shape(value):  # tensors and arrays: the value of a single element, else a description
-        return plain(value.item()) if math.prod(value.shape) == 1 else f"{type(value).__name__}{_shape(value)}"
+        return (
+            plain(value.item())
+            if math.prod(value.shape) == 1
+            else f"{type(value).__name__}{_shape(value)}"
+        )
     if callable(value):
         return str(getattr(value, "__name__", type(value).__name__))
     return str(value)
@@ -249,8 +268,14 @@ class DirectoryLogger(ABC):
         """The version of the experiment; fixed after its first use."""
         if self._version is None:
             root = Path(self.root_dir)
-            names = [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
-            taken = [int(match[1]) for match in map(re.compile(r"version_(\d+)").fullmatch, names) if match]
+            names = (
+                [entry.name for entry in root.iterdir() if entry.is_dir()] if root.is_dir() else []
+            )
+            taken = [
+                int(match[1])
+                for match in map(re.compile(r"version_(\d+)").fullmatch, names)
+                if match
+            ]
             self._version = max(taken, default=-1) + 1
         return self._version
 
@@ -275,7 +300,11 @@ class DirectoryLogger(ABC):
             return
         # A record or a checkpoint may have been edited: the path must stay inside the directory of the experiment.
         inside = os.path.normpath(version) if isinstance(version, str) else "version"
-        if not isinstance(version, (int, str)) or os.path.isabs(inside) or inside.split(os.sep)[0] == os.pardir:
+        if (
+            not isinstance(version, (int, str))
+            or os.path.isabs(inside)
+            or inside.split(os.sep)[0] == os.pardir
+        ):
             raise ConfigurationError(
                 f"the run to continue has its logs outside of {self.root_dir}",
                 found=f"version {version!r} in run.json or in the checkpoint",

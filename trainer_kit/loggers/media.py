@@ -18,7 +18,16 @@ from trainer_kit.core.errors import LogError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-__all__ = ["as_table", "centers", "csv_text", "flat_values", "histogram", "path_part", "picture", "rendered"]
+__all__ = [
+    "as_table",
+    "centers",
+    "csv_text",
+    "flat_values",
+    "histogram",
+    "path_part",
+    "picture",
+    "rendered",
+]
 
 
 def picture(image: Any) -> Image:
@@ -95,7 +104,10 @@ def as_table(
     if dataframe is not None:
         columns, data = dataframe.columns.tolist(), dataframe.values.tolist()
     rows = [list(row) for row in data or ()]
-    names = [str(name) for name in (columns if columns is not None else range(len(rows[0]) if rows else 0))]
+    names = [
+        str(name)
+        for name in (columns if columns is not None else range(len(rows[0]) if rows else 0))
+    ]
     for row in rows:
         if len(row) != len(names):
             raise LogError(
@@ -149,4 +161,7 @@ def path_part(name: str) -> str:
         ('val/samples 3', 'etc', 'a')
     """
     parts = [part for part in Path(name).parts if part not in ("..", "/", ".")]
-    return "/".join("".join(c if c.isalnum() or c in " _-." else "_" for c in part) for part in parts) or "_"
+    return (
+        "/".join("".join(c if c.isalnum() or c in " _-." else "_" for c in part) for part in parts)
+        or "_"
+    )

@@ -18,7 +18,11 @@ from trainer_kit.loggers.run_logger import RunLogger
 __all__ = ["MLFlowLogger"]
 
 _STATUS: Final = {"success": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-_PARAMS, _METRICS, _LENGTH = 100, 1000, 6000  # MLflow's limits: values per call, and length of a hyperparameter
+_PARAMS, _METRICS, _LENGTH = (
+    100,
+    1000,
+    6000,
+)  # MLflow's limits: values per call, and length of a hyperparameter
 
 
 @final
@@ -67,7 +71,9 @@ class MLFlowLogger(RunLogger):
         run_id: str | None = None,
         synchronous: bool | None = None,
     ) -> None:
-        super().__init__(name=experiment_name, save_dir=save_dir, id=run_id, prefix=prefix, log_model=log_model)
+        super().__init__(
+            name=experiment_name, save_dir=save_dir, id=run_id, prefix=prefix, log_model=log_model
+        )
         self._uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI")
         self._run_name, self._tags, self._artifacts = run_name, dict(tags or {}), artifact_location
         self._checkpoint_prefix = checkpoint_path_prefix
@@ -99,7 +105,11 @@ class MLFlowLogger(RunLogger):
             client.update_run(id, status="RUNNING")
             return client, id
         found = client.get_experiment_by_name(self._name)
-        experiment = client.create_experiment(self._name, artifacts) if found is None else found.experiment_id
+        experiment = (
+            client.create_experiment(self._name, artifacts)
+            if found is None
+            else found.experiment_id
+        )
         run = client.create_run(experiment, tags=resolve_tags(self._tags), run_name=self._run_name)
         return client, str(run.info.run_id)
 
@@ -146,5 +156,8 @@ class MLFlowLogger(RunLogger):
         allowed = re.sub(r"[^A-Za-z0-9_/. \-]", "_", name)
         if allowed != name and name not in self._renamed:
             self._renamed.add(name)
-            warnings.warn(f"MLflow does not allow the name {name!r}: it is logged as {allowed!r}", stacklevel=2)
+            warnings.warn(
+                f"MLflow does not allow the name {name!r}: it is logged as {allowed!r}",
+                stacklevel=2,
+            )
         return allowed

@@ -19,7 +19,15 @@ from trainer_kit.core.copyable_lock import Lock
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.location import Location, RemotePath
 from trainer_kit.loggers.layout import DEFAULT_NAME, numbers, one_at_a_time, params_dict, plain
-from trainer_kit.loggers.media import as_table, csv_text, flat_values, histogram, path_part, picture, rendered
+from trainer_kit.loggers.media import (
+    as_table,
+    csv_text,
+    flat_values,
+    histogram,
+    path_part,
+    picture,
+    rendered,
+)
 from trainer_kit.loggers.uploads import CheckpointUploads
 
 __all__ = ["RunLogger", "copied"]
@@ -58,7 +66,9 @@ class RunLogger(ABC):
     """Whether the run stays open between entry points, and ends with the process."""
 
     writes_alone: Final = True
-    _idle: ClassVar[dict[type, RunLogger]] = {}  # by class, the logger whose run is open between two entry points
+    _idle: ClassVar[
+        dict[type, RunLogger]
+    ] = {}  # by class, the logger whose run is open between two entry points
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -115,11 +125,17 @@ class RunLogger(ABC):
         """Keep a copy of a file or directory under ``name``, a relative path."""
         copied(path, Path(self._save_dir) / self._name / str(self._id) / name)
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
         """Write a PIL image, number ``index`` of those under ``key``."""
         with tempfile.TemporaryDirectory() as directory:
             image.save(Path(directory) / "image.png")
-            self._write_file(run, Path(directory) / "image.png", f"images/{path_part(key)}/{step:08d}-{index}.png")
+            self._write_file(
+                run,
+                Path(directory) / "image.png",
+                f"images/{path_part(key)}/{step:08d}-{index}.png",
+            )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         """Write text."""
@@ -131,7 +147,9 @@ class RunLogger(ABC):
         text = json.dumps({"step": step, "counts": counts, "edges": edges})
         self._write_as_file(run, f"histograms/{path_part(key)}/{step:08d}.json", text)
 
-    def _write_table(self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    def _write_table(
+        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+    ) -> None:
         """Write a table."""
         self._write_as_file(run, f"tables/{path_part(key)}/{step:08d}.csv", csv_text(columns, rows))
 
@@ -192,7 +210,9 @@ class RunLogger(ABC):
             return
         if not re.fullmatch(r"[\w.\-]+", str(state["id"])):
             raise ConfigurationError(
-                "the run to continue has an id that no tracker creates", found=repr(state["id"]), fix="pass its id"
+                "the run to continue has an id that no tracker creates",
+                found=repr(state["id"]),
+                fix="pass its id",
             )
         self._id = str(state["id"])
 
@@ -260,14 +280,18 @@ class RunLogger(ABC):
             metrics: values for comparing runs.
         """
         given = plain(params_dict(params))
-        new = {name: value for name, value in given.items() if self.hparams.get(name, self) != value}
+        new = {
+            name: value for name, value in given.items() if self.hparams.get(name, self) != value
+        }
         if new:
             self._write_params(self.experiment, new)
             self.hparams.update(new)
         if metrics:
             self.log_metrics(metrics, 0)
 
-    def log_image(self, key: str, images: Any, step: int | None = None, caption: Sequence[str] | None = None) -> None:
+    def log_image(
+        self, key: str, images: Any, step: int | None = None, caption: Sequence[str] | None = None
+    ) -> None:
         """Log pictures.
 
         Args:
@@ -285,7 +309,8 @@ class RunLogger(ABC):
         captions = [None] * len(many) if caption is None else list(caption)
         if len(captions) != len(many):
             raise ConfigurationError(
-                f"caption needs one value for each of the {len(many)} pictures", found=f"{len(captions)} values"
+                f"caption needs one value for each of the {len(many)} pictures",
+                found=f"{len(captions)} values",
             )
         for index, (image, words) in enumerate(zip(map(picture, many), captions, strict=True)):
             self._write_image(self.experiment, key, image, self._at(step), index, words)

@@ -69,13 +69,21 @@ class SwanLabLogger(RunLogger):
             "mode": mode,
         }
         self._init = {name: value for name, value in given.items() if value is not None} | kwargs
-        self._directory = os.path.join(self._save_dir, "swanlog") if log_dir is None else os.path.expanduser(log_dir)
+        self._directory = (
+            os.path.join(self._save_dir, "swanlog")
+            if log_dir is None
+            else os.path.expanduser(log_dir)
+        )
 
     def _begin(self, id: str | None) -> tuple[Any, str]:
         import swanlab
 
         Path(self._directory).mkdir(parents=True, exist_ok=True)
-        again = {"id": id, "resume": "allow"} if id is not None and self._init.get("mode", "online") == "online" else {}
+        again = (
+            {"id": id, "resume": "allow"}
+            if id is not None and self._init.get("mode", "online") == "online"
+            else {}
+        )
         run = swanlab.init(project=self._name, log_dir=self._directory, **{**self._init, **again})
         if id is not None and not again:
             run.config.update({"continues": id})
@@ -99,8 +107,12 @@ class SwanLabLogger(RunLogger):
         kept = root / name
         run.save(str(kept / "**" if kept.is_dir() else kept), base_path=str(root), policy="now")
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
-        run.log_image(key=f"{key}/{index}" if index else key, data=image, caption=caption, step=step)
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
+        run.log_image(
+            key=f"{key}/{index}" if index else key, data=image, caption=caption, step=step
+        )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         run.log_text(key=key, data=text, step=step)
@@ -114,7 +126,9 @@ class SwanLabLogger(RunLogger):
         bars.add_yaxis(key, counts)
         run.log_echarts(key=key, data=bars, step=step)
 
-    def _write_table(self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    def _write_table(
+        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+    ) -> None:
         import swanlab
 
         table = swanlab.echarts.Table()

@@ -17,7 +17,14 @@ import torch
 from trainer_kit.core.errors import LogError
 from trainer_kit.core.parallel import is_divided
 from trainer_kit.core.tensors import map_tensors
-from trainer_kit.loggers.layout import DEFAULT_NAME, DirectoryLogger, flatten, numbers, one_at_a_time, plain
+from trainer_kit.loggers.layout import (
+    DEFAULT_NAME,
+    DirectoryLogger,
+    flatten,
+    numbers,
+    one_at_a_time,
+    plain,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -61,7 +68,11 @@ class TensorBoardLogger(DirectoryLogger):
         **kwargs: Any,
     ) -> None:
         super().__init__(save_dir, name, version, sub_dir)
-        self._log_graph, self._default_hp_metric, self._prefix = log_graph, default_hp_metric, prefix
+        self._log_graph, self._default_hp_metric, self._prefix = (
+            log_graph,
+            default_hp_metric,
+            prefix,
+        )
         self._kwargs = kwargs
         self._writer: SummaryWriter | None = None
         self._step = 0
@@ -100,7 +111,9 @@ class TensorBoardLogger(DirectoryLogger):
                     self.experiment.add_scalar(name, value, self._step)
 
     @one_at_a_time
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | float | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | float | None = None
+    ) -> None:
         """Write the hyperparameters to ``hparams.json`` and, with ``metrics``, for the HPARAMS tab.
 
         Only the owner can read the files that hold them (mode 0600).
@@ -146,7 +159,9 @@ class TensorBoardLogger(DirectoryLogger):
         """
         if not self._log_graph:
             return
-        example = getattr(model, "example_input_array", None) if input_array is None else input_array
+        example = (
+            getattr(model, "example_input_array", None) if input_array is None else input_array
+        )
         if example is None:
             raise LogError(
                 "the graph needs an example input of the module",
@@ -163,7 +178,10 @@ class TensorBoardLogger(DirectoryLogger):
         example = map_tensors(example, lambda tensor: tensor.to(device))
         modes = {module: module.training for module in model.modules()}
         devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), warnings.catch_warnings():
+        with (
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            warnings.catch_warnings(),
+        ):
             # The tracer is deprecated, and has no successor that writes TensorBoard's format.
             warnings.simplefilter("ignore")
             model.eval()

@@ -48,7 +48,9 @@ class TrackioLogger(RunLogger):
         **kwargs: Any,
     ) -> None:
         id = run.name if run is not None else name if resume else None
-        super().__init__(name=project, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=run)
+        super().__init__(
+            name=project, save_dir=save_dir, id=id, prefix=prefix, log_model=log_model, run=run
+        )
         self._run_name, self._init = name, kwargs
         self._config: dict[str, Any] = {}
         self._wrote = False
@@ -58,7 +60,9 @@ class TrackioLogger(RunLogger):
 
         self._wrote = False
         name, resume = (self._run_name, "never") if id is None else (id, "allow")
-        run = trackio.init(project=self._name, name=name, config=dict(self._config), resume=resume, **self._init)
+        run = trackio.init(
+            project=self._name, name=name, config=dict(self._config), resume=resume, **self._init
+        )
         return run, str(run.name)
 
     def _end(self, run: Any, status: str) -> None:
@@ -71,17 +75,23 @@ class TrackioLogger(RunLogger):
         # Trackio reserves names with a leading underscore.
         self._config.update({name.lstrip("_") or "_": value for name, value in params.items()})
         if self._wrote and self._owned:
-            self._close("success")  # Trackio keeps the configuration with the first values after its `init`
+            self._close(
+                "success"
+            )  # Trackio keeps the configuration with the first values after its `init`
         else:
             run.config.update(self._config)
 
     def _write_file(self, run: Any, path: Path, name: str) -> None:
         run.log_artifact(path, name=re.sub(r"[^A-Za-z0-9._-]", "-", name))
 
-    def _write_image(self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None) -> None:
+    def _write_image(
+        self, run: Any, key: str, image: Any, step: int, index: int, caption: str | None
+    ) -> None:
         import trackio
 
-        self._log(run, {f"{key}/{index}" if index else key: trackio.Image(image, caption=caption)}, step)
+        self._log(
+            run, {f"{key}/{index}" if index else key: trackio.Image(image, caption=caption)}, step
+        )
 
     def _write_text(self, run: Any, key: str, text: str, step: int) -> None:
         import trackio
@@ -93,7 +103,9 @@ class TrackioLogger(RunLogger):
 
         self._log(run, {key: trackio.Histogram(values, num_bins=bins)}, step)
 
-    def _write_table(self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int) -> None:
+    def _write_table(
+        self, run: Any, key: str, columns: list[str], rows: list[list[Any]], step: int
+    ) -> None:
         import trackio
 
         self._log(run, {key: trackio.Table(columns=columns, data=rows)}, step)

@@ -12,7 +12,9 @@ from trainer_kit.core.location import Location, RemotePath, locate
 
 __all__ = ["CheckpointUploads"]
 
-_FIX: Final = "keep more of them (save_top_k=), or log_model=True, which uploads those that exist at the end"
+_FIX: Final = (
+    "keep more of them (save_top_k=), or log_model=True, which uploads those that exist at the end"
+)
 
 
 @final

@@ -21,7 +21,11 @@ from trainer_kit.loggers.uploads import CheckpointUploads
 __all__ = ["WandbLogger"]
 
 _STEP: Final = "trainer/global_step"
-_EXIT_CODES: Final = {"success": 0, "failed": 1, "interrupted": 255}  # 255: what wandb itself reports for Ctrl-C
+_EXIT_CODES: Final = {
+    "success": 0,
+    "failed": 1,
+    "interrupted": 255,
+}  # 255: what wandb itself reports for Ctrl-C
 
 
 @final
@@ -51,7 +55,9 @@ class WandbLogger:
     """
 
     writes_alone: Final = True
-    _idle: ClassVar[WandbLogger | None] = None  # the logger whose run is open between two entry points
+    _idle: ClassVar[WandbLogger | None] = (
+        None  # the logger whose run is open between two entry points
+    )
 
     def __init__(
         self,
@@ -72,7 +78,9 @@ class WandbLogger:
         requirement = RequirementCache("wandb>=0.19")
         if not requirement:
             raise ConfigurationError(
-                "WandbLogger needs wandb", found=str(requirement), fix="pip install 'trainer-kit[wandb]'"
+                "WandbLogger needs wandb",
+                found=str(requirement),
+                fix="pip install 'trainer-kit[wandb]'",
             )
         self._init: dict[str, Any] = {
             "name": name,
@@ -109,7 +117,9 @@ class WandbLogger:
         if self.version is None:
             if not re.fullmatch(r"[\w.\-]+", str(state["id"])):  # it becomes part of a file's name
                 raise ConfigurationError(
-                    "the run to continue has an id that is not valid in W&B", found=repr(state["id"]), fix="pass id="
+                    "the run to continue has an id that is not valid in W&B",
+                    found=repr(state["id"]),
+                    fix="pass id=",
                 )
             self._init["id"] = state["id"]
 
@@ -231,15 +241,21 @@ class WandbLogger:
         """Log text, as a table."""
         self.log_table(key, columns, data, dataframe, step)
 
-    def log_image(self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+    def log_image(
+        self, key: str, images: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+    ) -> None:
         """Log images: tensors, arrays, PIL images or paths; ``kwargs`` hold one value per image, e.g. ``caption``."""
         self._log_media("Image", key, images, step, kwargs)
 
-    def log_audio(self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+    def log_audio(
+        self, key: str, audios: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+    ) -> None:
         """Log sounds: arrays or paths; ``kwargs`` hold one value per sound, e.g. ``sample_rate``."""
         self._log_media("Audio", key, audios, step, kwargs)
 
-    def log_video(self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]) -> None:
+    def log_video(
+        self, key: str, videos: Sequence[Any], step: int | None = None, **kwargs: Sequence[Any]
+    ) -> None:
         """Log videos: arrays or paths; ``kwargs`` hold one value per video, e.g. ``fps``."""
         self._log_media("Video", key, videos, step, kwargs)
 
@@ -282,17 +298,26 @@ class WandbLogger:
             WandbLogger._idle = None
 
     def _log_media(
-        self, kind: str, key: str, items: Sequence[Any], step: int | None, kwargs: Mapping[str, Sequence[Any]]
+        self,
+        kind: str,
+        key: str,
+        items: Sequence[Any],
+        step: int | None,
+        kwargs: Mapping[str, Sequence[Any]],
     ) -> None:
         import wandb
 
         for name, values in kwargs.items():
             if len(values) != len(items):
                 raise ConfigurationError(
-                    f"{name} needs one value for each of the {len(items)} items", found=f"{len(values)} values"
+                    f"{name} needs one value for each of the {len(items)} items",
+                    found=f"{len(values)} values",
                 )
         make = getattr(wandb, kind)
-        media = [make(item, **{name: values[i] for name, values in kwargs.items()}) for i, item in enumerate(items)]
+        media = [
+            make(item, **{name: values[i] for name, values in kwargs.items()})
+            for i, item in enumerate(items)
+        ]
         self.log_metrics({key: media}, step)
 
     def _upload(self, path: Location) -> None:
@@ -300,10 +325,14 @@ class WandbLogger:
 
         run = self.experiment
         artifact = wandb.Artifact(
-            self._checkpoint_name or f"model-{run.id}", type="model", metadata={"original_name": path.name}
+            self._checkpoint_name or f"model-{run.id}",
+            type="model",
+            metadata={"original_name": path.name},
         )
         if isinstance(path, RemotePath):
-            artifact.add_reference(str(path), name=path.name, checksum=False)  # the files stay in remote storage
+            artifact.add_reference(
+                str(path), name=path.name, checksum=False
+            )  # the files stay in remote storage
         elif path.is_dir():
             artifact.add_dir(str(path))
         else:

@@ -66,14 +66,21 @@ class Entry:
         self.hook, self.loader = hook, loader
         self.options = options
         self.restored = False  # sums of an interrupted epoch, from a checkpoint
-        self.base, self.place = name, "" if loader is None or not add_loader else f"/dataloader_idx_{loader}"
+        self.base, self.place = (
+            name,
+            "" if loader is None or not add_loader else f"/dataloader_idx_{loader}",
+        )
         self.name = name + self.place
         by_batch = hook in BATCH_HOOKS
         self.on_step: bool = by_batch if on_step is None else on_step
         self.on_epoch: bool = not by_batch if on_epoch is None else on_epoch
         of_batch = by_batch or hook.endswith(("_step", "_batch_start", "_batch_end"))
         if on_step and not of_batch:
-            raise LogError(f"{name!r} has no steps in {hook}", found="on_step=True", fix="log it with on_epoch=True")
+            raise LogError(
+                f"{name!r} has no steps in {hook}",
+                found="on_step=True",
+                fix="log it with on_epoch=True",
+            )
         if not self.on_step and not self.on_epoch:
             raise LogError(
                 f"{name!r} would never be shown or logged",
@@ -83,7 +90,9 @@ class Entry:
         self.prog_bar: bool = prog_bar
         self.to_logger: bool = logger is not False
         self.reduce = _reduction(name, reduce_fx)
-        self.averages = of_batch and self.on_epoch and self.reduce == "mean"  # over batches, by their weights
+        self.averages = (
+            of_batch and self.on_epoch and self.reduce == "mean"
+        )  # over batches, by their weights
         self.sync, self.rank_zero = sync, rank_zero
         self.values: list[Any] = []
         self.weights: list[float] = []
@@ -113,11 +122,17 @@ class Entry:
     def now(self) -> dict[str, Tensor]:
         """The value between two flushes: the latest one, or the reduction so far."""
         if self.on_step:
-            last = self.last if self.metric is None else getattr(self.metric, "_forward_cache", None)
+            last = (
+                self.last if self.metric is None else getattr(self.metric, "_forward_cache", None)
+            )
             if last is None:
                 return {}
             # Of a number, which may have been a float32 tensor: float32 or more, whatever dtype the model has.
-            exact = torch.promote_types(torch.get_default_dtype(), torch.float32) if isinstance(last, float) else None
+            exact = (
+                torch.promote_types(torch.get_default_dtype(), torch.float32)
+                if isinstance(last, float)
+                else None
+            )
             value = torch.as_tensor(last, dtype=exact)
             return {self.name: value, self.forked("step"): value}
         if self.metric is not None or callable(self.reduce):
@@ -159,8 +174,22 @@ class Entry:
         values = [float(v) for v in self.values]  # sync point: a checkpoint is being taken
         options = list(self.options)
         options[4] = self.reduce if isinstance(self.reduce, str) else "function"
-        latest = {"value": self.last, "weight": self.last_weight, "turn": self.turn, "metric": place}
-        return [self.hook, self.base, self.loader, self.sums, values, list(self.weights), options, latest]
+        latest = {
+            "value": self.last,
+            "weight": self.last_weight,
+            "turn": self.turn,
+            "metric": place,
+        }
+        return [
+            self.hook,
+            self.base,
+            self.loader,
+            self.sums,
+            values,
+            list(self.weights),
+            options,
+            latest,
+        ]
 
     @staticmethod
     def of_state(state: Sequence[Any], modules: Mapping[str, Any]) -> Entry:
@@ -173,7 +202,9 @@ class Entry:
         entry.sums, entry.values, entry.weights = sums, list(values), list(weights)
         entry.restored = True
         if len(rest) > 1:
-            entry.last, entry.last_weight, entry.turn = (rest[1][key] for key in ("value", "weight", "turn"))
+            entry.last, entry.last_weight, entry.turn = (
+                rest[1][key] for key in ("value", "weight", "turn")
+            )
             entry.metric = modules.get(rest[1]["metric"])
         return entry
 
@@ -216,12 +247,16 @@ def _reduction(name: str, given: Any) -> Any:
     """``"mean"``, ``"sum"``, ``"min"`` or ``"max"``, in any case or as torch's function; or the user's function."""
     if not isinstance(given, str) and not callable(given):
         raise LogError(
-            f"unknown reduce_fx for {name!r}", found=repr(given), fix="use mean, sum, min, max or a function"
+            f"unknown reduce_fx for {name!r}",
+            found=repr(given),
+            fix="use mean, sum, min, max or a function",
         )
     known = given.lower() if isinstance(given, str) else given
     found = _NAMED.get(known, known)
     if isinstance(found, str) and found not in ("mean", "sum", "min", "max"):
-        raise LogError(f"unknown reduce_fx for {name!r}", found=repr(given), fix="use mean, sum, min or max")
+        raise LogError(
+            f"unknown reduce_fx for {name!r}", found=repr(given), fix="use mean, sum, min or max"
+        )
     return found
 
 
@@ -261,7 +296,9 @@ def _pair(kind: str, values: Tensor, weights: Iterable[float]) -> Tensor:
     if kind == "mean":
         return torch.stack([(values * weight).sum(), weight.sum()])
     count = torch.ones((), dtype=values.dtype, device=values.device) * len(values)
-    return torch.stack([getattr(values, {"sum": "sum", "min": "amin", "max": "amax"}[kind])(), count])
+    return torch.stack(
+        [getattr(values, {"sum": "sum", "min": "amin", "max": "amax"}[kind])(), count]
+    )
 
 
 def agreed(
@@ -280,7 +317,10 @@ def agreed(
         absent: the loaders of which this rank has no batch.
         module: the module; its metric objects take part, empty, if this rank has run no batch.
     """
-    names = [f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}" for e in entries]
+    names = [
+        f"{e.hook}:{e.name}:{e.reduce if isinstance(e.reduce, str) else 'function'}"
+        for e in entries
+    ]
     digest = zlib.crc32("\n".join(names).encode())
     rows = group.agree([ran, len(names), digest])
     if all(row == rows[0] for row in rows):
@@ -288,15 +328,23 @@ def agreed(
     here = [(e.hook, e.base, e.loader, e.options, _place(e.metric, module)) for e in entries]
     everyone: list[_Logged] = group.all_gather_object((ran, list(absent), here))
     whole: list[_Name] = []
-    for loader in sorted({name[2] for _, _, logged in everyone for name in logged}, key=_loader_first):
+    for loader in sorted(
+        {name[2] for _, _, logged in everyone for name in logged}, key=_loader_first
+    ):
         present = [
-            [n for n in names if n[2] == loader] for ran_, lacks, names in everyone if ran_ and loader not in lacks
+            [n for n in names if n[2] == loader]
+            for ran_, lacks, names in everyone
+            if ran_ and loader not in lacks
         ]
         if any(names != present[0] for names in present):
             raise _different(everyone)
         whole += present[0] if present else []
     # What was restored with a checkpoint counts, although this rank ran no batch since.
-    known = {(e.hook, e.base, e.loader): e for e in entries if (ran or e.restored) and e.loader not in absent}
+    known = {
+        (e.hook, e.base, e.loader): e
+        for e in entries
+        if (ran or e.restored) and e.loader not in absent
+    }
     return [_entry(name, known.get(name[:3]), module) for name in whole]
 
 
@@ -374,12 +422,21 @@ def reduced(entries: list[Entry], step: bool, group: Group | None) -> list[float
 
 def _latest(entries: list[Entry]) -> list[float]:
     """The last recorded value of each entry, for one rank."""
-    found = [_computed(entry, True) if entry.metric is not None else entry.last for entry in entries]
-    away = [value for value in found if isinstance(value, torch.Tensor) and value.device.type != "cpu"]
+    found = [
+        _computed(entry, True) if entry.metric is not None else entry.last for entry in entries
+    ]
+    away = [
+        value for value in found if isinstance(value, torch.Tensor) and value.device.type != "cpu"
+    ]
     if away:  # one read for all of them
         wide = torch.float32 if away[0].device.type == "mps" else torch.float64
-        read = iter(torch.stack([value.to(wide) for value in away]).tolist())  # sync point: the flush
-        found = [next(read) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v for v in found]
+        read = iter(
+            torch.stack([value.to(wide) for value in away]).tolist()
+        )  # sync point: the flush
+        found = [
+            next(read) if isinstance(v, torch.Tensor) and v.device.type != "cpu" else v
+            for v in found
+        ]
     return [float(value) for value in found]  # no sync point: on the host
 
 
@@ -415,7 +472,9 @@ def _computed(entry: Entry, step: bool) -> float:
         cached = getattr(metric, "_forward_cache", None)
         return math.nan if cached is None else float(cached)  # sync point: the flush
     if not entry.borrowed:
-        return float(metric.compute())  # sync point: the flush; torchmetrics reduces over the ranks by itself
+        return float(
+            metric.compute()
+        )  # sync point: the flush; torchmetrics reduces over the ranks by itself
     metric.reset()  # a stage of a pipeline may have counted what another rank reports
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it was never updated

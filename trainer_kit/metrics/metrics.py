@@ -16,7 +16,13 @@ from trainer_kit.core.progress import Progress
 from trainer_kit.core.protocols import Group
 from trainer_kit.data import Feed
 from trainer_kit.metrics.entry import BATCH_HOOKS, CLOSED_HOOKS, Entry, Reduced, agreed, reduced
-from trainer_kit.metrics.objects import on_host, place_of, remember_metrics, restore_running, running_states
+from trainer_kit.metrics.objects import (
+    on_host,
+    place_of,
+    remember_metrics,
+    restore_running,
+    running_states,
+)
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Metrics"]
@@ -61,8 +67,12 @@ class Metrics:
         self.table = self._tables["train"]
         self._shown: dict[str, Tensor] = {}
         self._homeless: set[int] = set()
-        self._settled: dict[str, int] = {}  # name of a value of an evaluation or a finished epoch -> its step
-        self._reduced: list[Any] = []  # metric objects of an epoch whose last hook may still read them
+        self._settled: dict[
+            str, int
+        ] = {}  # name of a value of an evaluation or a finished epoch -> its step
+        self._reduced: list[
+            Any
+        ] = []  # metric objects of an epoch whose last hook may still read them
         self._suspended: dict[str, Any] | None = None  # see `suspend`
         self._before_evaluation: Callable[[], None] = _nothing
         self.callback: dict[str, float] = {}
@@ -71,7 +81,9 @@ class Metrics:
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has the values; what is under way belongs to the run.
-        return {name: getattr(self, name) for name in ("progress", "callback", "logged", "progress_bar")}
+        return {
+            name: getattr(self, name) for name in ("progress", "callback", "logged", "progress_bar")
+        }
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         Metrics.__init__(self, kept["progress"])
@@ -92,7 +104,16 @@ class Metrics:
         rank_zero_only: bool,
     ) -> None:
         """Record one value; see `TrainModule.log`."""
-        options = (prog_bar, logger, on_step, on_epoch, reduce_fx, sync_dist, add_dataloader_idx, rank_zero_only)
+        options = (
+            prog_bar,
+            logger,
+            on_step,
+            on_epoch,
+            reduce_fx,
+            sync_dist,
+            add_dataloader_idx,
+            rank_zero_only,
+        )
         entry = self.table.get((self.hook, name, self.loader))
         if entry is None:
             entry = self._new(name, options)
@@ -100,14 +121,21 @@ class Metrics:
             entry = self._adopt(entry, name, options)
         if value.__class__ is not Tensor and hasattr(value, "full_tensor"):
             value = value.full_tensor()  # of a loss that is divided over ranks, all of which log it
-        if value.__class__ is Tensor and value.is_cpu and value.dtype is torch.float32 and not value.dim():
+        if (
+            value.__class__ is Tensor
+            and value.is_cpu
+            and value.dtype is torch.float32
+            and not value.dim()
+        ):
             value = value.item()  # no sync point: on the CPU, where a copy takes ten times as long
         elif isinstance(value, Tensor):
             value = value.detach().clone()  # it may change in place before the flush
             if value.dim():
                 if value.numel() != 1:
                     raise LogError(
-                        f"{name!r} is not a single number", found=f"shape {tuple(value.shape)}", fix="log its .mean()"
+                        f"{name!r} is not a single number",
+                        found=f"shape {tuple(value.shape)}",
+                        fix="log its .mean()",
                     )
                 value = value.reshape(())
         elif not isinstance(value, (int, float)):
@@ -132,7 +160,9 @@ class Metrics:
 
     def _ask(self) -> None:
         assert self.feed is not None
-        self.feed.ask_for_sizes("pass batch_size= to self.log, or define loss_weight(self, batch) on the module")
+        self.feed.ask_for_sizes(
+            "pass batch_size= to self.log, or define loss_weight(self, batch) on the module"
+        )
         self.feed = None
 
     def _new(self, name: str, options: tuple[Any, ...]) -> Entry:
@@ -150,7 +180,9 @@ class Metrics:
         entry = Entry(self.hook, name, self.loader, options)
         if self.loader is not None and not entry.place:
             others = [
-                e for e in self.table.values() if (e.hook, e.name) == (self.hook, name) and e.loader != self.loader
+                e
+                for e in self.table.values()
+                if (e.hook, e.name) == (self.hook, name) and e.loader != self.loader
             ]
             if others:
                 raise LogError(
@@ -167,7 +199,9 @@ class Metrics:
         self.group, self.module = strategy.reports, module
         self.counts = strategy.reporter == strategy.world.rank
         self.shares_all = strategy.reports.size > strategy.data.size
-        self._staged = self.shares_all and any(row[0] for row in strategy.world.agree([not self.counts]))
+        self._staged = self.shares_all and any(
+            row[0] for row in strategy.world.agree([not self.counts])
+        )
 
     def enter(self, stage: str) -> None:
         """Record values of ``stage`` from now on; values of its previous round are dropped."""
@@ -214,7 +248,9 @@ class Metrics:
         """
         if suspended:
             self._suspended = None
-        logged = [entry.metric for entry in self._tables["train"].values() if entry.metric is not None]
+        logged = [
+            entry.metric for entry in self._tables["train"].values() if entry.metric is not None
+        ]
         self._reduced += logged  # of a run that was interrupted
         self.reset_objects()
         self._tables = {"train": {}}
@@ -239,7 +275,11 @@ class Metrics:
     def flush_step(self, ran: bool = True) -> Reduced:
         """Reduce the values of the finished step over all ranks. One sync point."""
         latest, self._flushed = self.progress.step - 1, self.progress.step
-        entries = [e for e in self.table.values() if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS]
+        entries = [
+            e
+            for e in self.table.values()
+            if e.on_step and e.turn >= latest and e.hook in BATCH_HOOKS
+        ]
         return self._publish(entries, step=True, ran=ran)
 
     def flush_evaluation_step(self) -> Reduced:
@@ -249,7 +289,9 @@ class Metrics:
             if entry.on_step and entry.turn >= 0:
                 entry.turn = -1  # delivered
                 for value in entry.now().values():
-                    self._deliver(result, entry, float(value), step=True)  # sync point: every batch was asked for
+                    self._deliver(
+                        result, entry, float(value), step=True
+                    )  # sync point: every batch was asked for
         self._keep(result, step=True)
         return result
 
@@ -343,7 +385,9 @@ class Metrics:
     def _running(self) -> dict[str, Tensor]:
         """The values logged since the last flush that cleared them."""
         tables = [self._tables["train"], self.table] if self.evaluating else [self.table]
-        if self._staged:  # a value that only one pipeline stage knows would let the ranks decide differently
+        if (
+            self._staged
+        ):  # a value that only one pipeline stage knows would let the ranks decide differently
             tables = []
         found: dict[str, Tensor] = {}
         for entry in chain.from_iterable(table.values() for table in tables):
@@ -394,7 +438,9 @@ class Metrics:
         evaluated = self.table.values() if self.evaluating else ()
         left_out = {*map(id, self._reduced), *(id(entry.metric) for entry in evaluated)}
         places = {name for name, part in self.module.named_modules() if id(part) in left_out}
-        return {name: state for name, state in running_states(self.module).items() if name not in places}
+        return {
+            name: state for name, state in running_states(self.module).items() if name not in places
+        }
 
     def _place(self, entry: Entry) -> str | None:
         if entry.metric is None:

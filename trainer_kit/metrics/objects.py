@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from trainer_kit.core.tensors import map_tensors, move_to_device
 from trainer_kit.strategies.strategy import Strategy
 
-__all__ = ["count_once", "is_metric", "on_host", "place_of", "remember_metrics", "restore_running", "running_states"]
+__all__ = [
+    "count_once",
+    "is_metric",
+    "on_host",
+    "place_of",
+    "remember_metrics",
+    "restore_running",
+    "running_states",
+]
 
 
 def count_once(module: nn.Module, strategy: Strategy) -> None:
@@ -30,7 +38,11 @@ def place_of(metric: Any, module: nn.Module | None) -> str | None:
 def running_states(module: nn.Module) -> dict[str, dict[str, Any]]:
     """A copy of the state of each metric of ``module`` since its last reset, on its device, by the metric's name."""
     _share_groups(module.modules())
-    return {name: _copied_state(part) for name, part in module.named_modules() if is_metric(part) and part.update_count}
+    return {
+        name: _copied_state(part)
+        for name, part in module.named_modules()
+        if is_metric(part) and part.update_count
+    }
 
 
 def on_host(states: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -89,7 +101,13 @@ def _modules_of(owner: Any) -> Iterator[Any]:
     if isinstance(owner, nn.Module):
         yield from owner.modules()
     for value in vars(owner).values():
-        items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else (value,)
+        items = (
+            value.values()
+            if isinstance(value, dict)
+            else value
+            if isinstance(value, (list, tuple))
+            else (value,)
+        )
         for item in items:
             if isinstance(item, nn.Module) and _holds_metrics(item):
                 yield from item.modules()
@@ -116,7 +134,11 @@ def _share_groups(parts: Iterable[Any]) -> None:
 
 
 def _copied_state(metric: Any) -> dict[str, Any]:
-    state = {"state": metric.metric_state, "updates": metric.update_count, "latest": metric._forward_cache}
+    state = {
+        "state": metric.metric_state,
+        "updates": metric.update_count,
+        "latest": metric._forward_cache,
+    }
     copied: dict[str, Any] = map_tensors(state, lambda value: value.detach().clone())
     return copied
 
@@ -126,13 +148,22 @@ def _restore_state(metric: Any, saved: Mapping[str, Any]) -> None:
     for key, value in saved["state"].items():
         setattr(metric, key, value)
     # Only `update` counts; a metric offers no other sign that it was called.
-    metric._update_count, metric._computed, metric._forward_cache = saved["updates"], None, saved["latest"]
+    metric._update_count, metric._computed, metric._forward_cache = (
+        saved["updates"],
+        None,
+        saved["latest"],
+    )
 
 
 def _reset(metric: Any) -> None:
     """Reset a metric, but for the states that the module's ``state_dict`` has, which is restored on its own."""
-    persistent = {name: getattr(metric, name) for name, persists in metric._persistent.items() if persists}
-    copied = {name: list(value) if isinstance(value, list) else value for name, value in persistent.items()}
+    persistent = {
+        name: getattr(metric, name) for name, persists in metric._persistent.items() if persists
+    }
+    copied = {
+        name: list(value) if isinstance(value, list) else value
+        for name, value in persistent.items()
+    }
     metric.reset()
     for name, value in copied.items():
         setattr(metric, name, value)

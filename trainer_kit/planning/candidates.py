@@ -55,7 +55,8 @@ def strategy_for(candidate: Candidate) -> Strategy:
         shards = int(sized[2])
         if candidate.world % shards:
             raise StrategyError(
-                "the shards do not divide the number of ranks", found=f"{word}, {candidate.world} ranks"
+                "the shards do not divide the number of ranks",
+                found=f"{word}, {candidate.world} ranks",
             )
         made = STRATEGIES.get("hsdp")(
             "cpu", sharding_strategy="HYBRID_SHARD", device_mesh=(candidate.world // shards, shards)

@@ -110,7 +110,12 @@ def step_samples(candidate: Candidate) -> int:
 
 
 def estimate_step(
-    measured: Measured, device: Device, assumptions: Assumptions, *, peak: float, model_flops: float | None = None
+    measured: Measured,
+    device: Device,
+    assumptions: Assumptions,
+    *,
+    peak: float,
+    model_flops: float | None = None,
 ) -> Estimate:
     """Estimate one optimizer step.
 
@@ -135,7 +140,10 @@ def estimate_step(
     launching = measured.operators * assumptions.launch
     hidden = exposed = 0.0
     for one in measured.traffic:
-        seconds = _seconds(one, candidate, device) / assumptions.bandwidth + one.count * assumptions.latency
+        seconds = (
+            _seconds(one, candidate, device) / assumptions.bandwidth
+            + one.count * assumptions.latency
+        )
         if one.axis in _HIDDEN:
             hidden += seconds
         else:
@@ -145,7 +153,11 @@ def estimate_step(
     samples = step_samples(candidate) / seconds if seconds else 0.0
     tokens = None if assumptions.tokens is None else samples * assumptions.tokens
     rate = samples if tokens is None else tokens
-    cost = None if assumptions.price is None or not rate else assumptions.price * candidate.world / 3600 / rate * 1e6
+    cost = (
+        None
+        if assumptions.price is None or not rate
+        else assumptions.price * candidate.world / 3600 / rate * 1e6
+    )
     useful = measured.flops if model_flops is None else model_flops
     return Estimate(
         seconds=seconds,
@@ -179,13 +191,17 @@ def _seconds(traffic: Traffic, candidate: Candidate, device: Device) -> float:
     else:
         ranks, span = max(inner, 2), inner
     hybrid = _HYBRID.fullmatch(candidate.strategy)
-    if hybrid is not None and traffic.kind == "all_reduce":  # of the shards' gradients, between machines
+    if (
+        hybrid is not None and traffic.kind == "all_reduce"
+    ):  # of the shards' gradients, between machines
         ranks = candidate.world // int(hybrid[1])
     elif hybrid is not None:
         ranks = span = int(hybrid[1])
     bandwidth = (device.link if span <= device.group else device.network) * 1e9
     passes = _PASSES.get(traffic.kind)
-    crossed = traffic.bytes if passes is None else traffic.bytes * passes * (ranks - 1) / max(1, ranks)
+    crossed = (
+        traffic.bytes if passes is None else traffic.bytes * passes * (ranks - 1) / max(1, ranks)
+    )
     return crossed / bandwidth
 
 

@@ -17,7 +17,18 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["FastFakeMode"]
 
 _VALUES: Final = frozenset(
-    {bool, int, float, complex, str, type(None), torch.device, torch.dtype, torch.layout, torch.memory_format}
+    {
+        bool,
+        int,
+        float,
+        complex,
+        str,
+        type(None),
+        torch.device,
+        torch.dtype,
+        torch.layout,
+        torch.memory_format,
+    }
 )
 """The types of arguments that are compared as they are."""
 _DEVICE: Final = torch.ops.prim.device.default
@@ -60,13 +71,19 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         self._attributes: dict[torch.device, dict[str, Any]] = {}  # of a new fake tensor
 
     def dispatch(
-        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Repeat a known result, or compute it."""
         kwargs = kwargs or {}
         key = self._key(func, args, kwargs)
         if key is None:
-            if func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None:  # a step of an optimizer
+            if (
+                func is _ITEM and type(args[0]) is FakeTensor and args[0].constant is not None
+            ):  # a step of an optimizer
                 return args[0].constant.item()
             return super().dispatch(func, types, args, kwargs)
         known = self._known.get(key)
@@ -84,7 +101,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     def call(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator from inside another mode, without torch's way to this one where the result is known."""
-        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is self:  # or it was left for real tensors
+        if (
+            torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is self
+        ):  # or it was left for real tensors
             key = self._key(func, args, kwargs)
             known = None if key is None else self._known.get(key)
             if known is not None:
@@ -97,11 +116,20 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return tuple([None if one is None else self._made(one, args) for one in results])
         return None if results[0] is None else self._made(results[0], args)
 
-    def _key(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    def _key(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Any, ...] | None:
         """All that a result depends on; None if only torch can tell."""
-        parts = [func, torch.get_default_dtype(), torch._C._get_default_device(), torch.is_inference_mode_enabled()]
+        parts = [
+            func,
+            torch.get_default_dtype(),
+            torch._C._get_default_device(),
+            torch.is_inference_mode_enabled(),
+        ]
         described = (
-            func is not _DEVICE and self._describe(parts, args) and (not kwargs or self._describe(parts, kwargs))
+            func is not _DEVICE
+            and self._describe(parts, args)
+            and (not kwargs or self._describe(parts, kwargs))
         )
         return tuple(parts) if described else None
 
@@ -117,8 +145,20 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                     return False
                 if value.layout is not torch.strided or value.is_quantized:
                     return False
-                parts += (kind, value.dtype, value.shape, value.stride(), value.storage_offset(), value.fake_device)
-                parts += (value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
+                parts += (
+                    kind,
+                    value.dtype,
+                    value.shape,
+                    value.stride(),
+                    value.storage_offset(),
+                    value.fake_device,
+                )
+                parts += (
+                    value.requires_grad,
+                    value.is_conj(),
+                    value.is_neg(),
+                    value.is_inference(),
+                )
                 parts.append(value.untyped_storage().nbytes())
             elif kind in _VALUES:
                 parts += (kind, value)  # 1, 1.0 and True are equal
@@ -130,7 +170,9 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return False
         return True
 
-    def _results(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> _Results | None:
+    def _results(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any
+    ) -> _Results | None:
         """Describe what an operator returned; None if it cannot be made again from that alone."""
         inside = [leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is FakeTensor]
         results: list[_Result | None] = []
@@ -142,13 +184,20 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
                 return None
             same = next((place for place, value in enumerate(args) if value is one), None)
             view_of = next((place for place, value in enumerate(args) if _share(value, one)), None)
-            facts: Any = one.shape, one.stride(), one.storage_offset(), one.dtype, one.fake_device, one.requires_grad
+            facts: Any = (
+                one.shape,
+                one.stride(),
+                one.storage_offset(),
+                one.dtype,
+                one.fake_device,
+                one.requires_grad,
+            )
             result = _Result(same, view_of if same is None else None, *facts)
             if same is None:
                 shares = any(_share(leaf, one) for leaf in inside)
-                if not shares == func.is_view == (view_of is not None) or _facts(self._made(result, args)) != _facts(
-                    one
-                ):
+                if not shares == func.is_view == (view_of is not None) or _facts(
+                    self._made(result, args)
+                ) != _facts(one):
                     return None
             results.append(result)
         return type(out) is tuple, tuple(results)
@@ -170,7 +219,11 @@ class FastFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             return first
         # As FakeTensor's constructor does, which sets each attribute on its own.
         tensor: Tensor = Tensor._make_subclass(
-            FakeTensor, made, result.requires_grad, dispatch_device=True, device_for_backend_keys=device
+            FakeTensor,
+            made,
+            result.requires_grad,
+            dispatch_device=True,
+            device_for_backend_keys=device,
         )
         torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
         vars(tensor).update(self._attributes[device])
@@ -188,7 +241,10 @@ def _computed() -> int:
 
 
 def _share(value: Any, tensor: Tensor) -> bool:
-    return type(value) is FakeTensor and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return (
+        type(value) is FakeTensor
+        and value.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    )
 
 
 def _facts(tensor: Any) -> tuple[Any, ...]:
@@ -201,5 +257,10 @@ def _facts(tensor: Any) -> tuple[Any, ...]:
             tensor.fake_device,
             tensor.requires_grad,
         ),
-        *(tensor.is_conj(), tensor.is_neg(), tensor.is_inference(), tensor.untyped_storage().nbytes()),
+        *(
+            tensor.is_conj(),
+            tensor.is_neg(),
+            tensor.is_inference(),
+            tensor.untyped_storage().nbytes(),
+        ),
     )

@@ -16,7 +16,12 @@ from typing import Any, Final, final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    FakeCopyMode,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 from torch.distributed.tensor import DTensor, _redistribute
@@ -74,7 +79,9 @@ def forget_layouts() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     _redistribute._gen_transform_infos.cache_clear()
-    clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)  # torch 2.9 has no cache in C++
+    clear = getattr(
+        torch._C, "_clear_DTensor_sharding_propagator_cache", None
+    )  # torch 2.9 has no cache in C++
     if clear is not None:
         clear()
 
@@ -143,11 +150,15 @@ def _once_for_equal_entries(propagate: Callable[[Any], Any]) -> Callable[[Any], 
         arguments = list(schema.args_schema)
         for place, at in enumerate(lists):
             arguments[at] = type(arguments[at])(kind[place] for kind in kinds)
-        found = propagate(type(schema)(schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info))
+        found = propagate(
+            type(schema)(schema.op, tuple(arguments), schema.kwargs_schema, schema.schema_info)
+        )
         if found.needs_redistribute:
             return propagate(schema)
         if found.output_spec is not None:
-            found = replace(found, output_spec=tuple(found.output_spec[kinds[column]] for column in columns))
+            found = replace(
+                found, output_spec=tuple(found.output_spec[kinds[column]] for column in columns)
+            )
         return found
 
     return propagated
@@ -180,7 +191,9 @@ def adapted() -> Iterator[None]:
     scaler steps without reading whether gradients are finite. An operator that fails is not logged: the plan shows the
     error.
     """
-    recurrent: Any = torch.backends.mkldnn.enabled  # its LSTM does not report what it saves for backward
+    recurrent: Any = (
+        torch.backends.mkldnn.enabled
+    )  # its LSTM does not report what it saves for backward
     from torch.distributed import pipelining
 
     divides: Any = _fsdp_param
@@ -207,7 +220,10 @@ def adapted() -> Iterator[None]:
             stage._inference_mode = InferenceMode.STATIC
 
     def hold(exchanged: list[dist.P2POp], *facts: Any, **named: Any) -> list[Any]:
-        return [*exchange(exchanged, *facts, **named), _Exchanged([one.tensor for one in exchanged])]
+        return [
+            *exchange(exchanged, *facts, **named),
+            _Exchanged([one.tensor for one in exchanged]),
+        ]
 
     def concatenate_outside(meshes: list[DeviceMesh]) -> DeviceMesh:
         with unset_fake_temporarily():
@@ -215,7 +231,11 @@ def adapted() -> Iterator[None]:
             return made
 
     replaced = _replaced(
-        (scalers, "_maybe_opt_step", lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs)),
+        (
+            scalers,
+            "_maybe_opt_step",
+            lambda scaler, optimizer, state, *args, **kwargs: optimizer.step(*args, **kwargs),
+        ),
         (torch.utils, "swap_tensors", swap),
         (divides, "_chunk_with_empty", _Parts),
         (stages, "_warmup_p2p", know_shapes),
@@ -224,7 +244,9 @@ def adapted() -> Iterator[None]:
     )
     log.disabled = True
     torch._C._set_mkldnn_enabled(False)
-    propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(propagator.propagate_op_sharding_non_cached)
+    propagator.propagate_op_sharding_non_cached = _once_for_equal_entries(
+        propagator.propagate_op_sharding_non_cached
+    )
     try:
         with replaced:
             yield
@@ -289,11 +311,17 @@ def fake_module(module: nn.Module, mode: FakeTensorMode) -> Any:
                 fix="create a new module, and plan before the first fit",
             )
         with mode, torch.no_grad():
-            empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
-            memo[id(tensor)] = (
-                nn.Parameter(empty, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+            empty = torch.empty_strided(
+                tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
-        vars(memo[id(tensor)]).update({key: value for key, value in vars(tensor).items() if not key.startswith("_")})
+            memo[id(tensor)] = (
+                nn.Parameter(empty, requires_grad=tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else empty
+            )
+        vars(memo[id(tensor)]).update(
+            {key: value for key, value in vars(tensor).items() if not key.startswith("_")}
+        )
     own = vars(module).get("trainer")
     if own is not None:  # copying it would copy a whole run
         memo[id(own)] = None
@@ -326,7 +354,9 @@ def fake_batch(batch: Any, samples: int, mode: FakeTensorMode, size: int | None 
     """
     size = size or batch_size_of(batch)
     lists = _resized_lists(batch, size, samples)
-    samples_first = lists is not batch or any(tensor.shape[:1] == (size,) for tensor in tensors_of(batch))
+    samples_first = lists is not batch or any(
+        tensor.shape[:1] == (size,) for tensor in tensors_of(batch)
+    )
 
     def resized(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -455,9 +485,13 @@ class FakeReplicas(Strategy):
                     group, held, limit = [], 0, most
             groups += [group] if group else []
         for index, group in enumerate(groups):
-            bucket = torch.empty(sum(p.numel() for p in group), dtype=group[0].dtype, device=self.device)
+            bucket = torch.empty(
+                sum(p.numel() for p in group), dtype=group[0].dtype, device=self.device
+            )
             self._buckets.append(bucket)
-            for parameter, part in zip(group, torch.split(bucket, [p.numel() for p in group]), strict=True):
+            for parameter, part in zip(
+                group, torch.split(bucket, [p.numel() for p in group]), strict=True
+            ):
                 self._views[parameter] = part.view_as(parameter)
                 self._bucket_of[parameter] = index
         self._waiting = [len(group) for group in groups]
@@ -491,7 +525,9 @@ class FakeReplicas(Strategy):
                 micro.backward(index, loss)
             self._exchanges = False
             micro.end(index)
-        if self._order and not self._laid_out:  # buckets are laid out again, once, in the order of the first backward
+        if (
+            self._order and not self._laid_out
+        ):  # buckets are laid out again, once, in the order of the first backward
             self._laid_out = True
             self._fill(self._order, _FIRST)
             for parameter, view in self._views.items():

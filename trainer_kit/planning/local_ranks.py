@@ -196,13 +196,17 @@ class _Turns:
         try:
             while not self._lock.wait_for(over, timeout=1.0):
                 pass  # a signal that comes just before a wait is handled after it
-        except BaseException as error:  # a second Ctrl-C reaches the main thread, also where another rank runs
+        except (
+            BaseException
+        ) as error:  # a second Ctrl-C reaches the main thread, also where another rank runs
             self._inside.discard(rank)
             self._fail(rank, error)
             if self._turn not in (None, rank):
                 self._ready.add(rank)
                 thread = next(ident for ident, one in self._ranks.items() if one == self._turn)
-                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_PeerFailed))
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread), ctypes.py_object(_PeerFailed)
+                )
             self._choose()
             self._lock.wait_for(lambda: self._turn == rank)
             self._states[rank].put()
@@ -237,13 +241,17 @@ class _Turns:
         return RankError(
             "the ranks do not call the same collectives",
             found="; ".join(
-                f"rank {rank} waits in {self._waits[rank].what}" if rank in self._waits else f"rank {rank} has ended"
+                f"rank {rank} waits in {self._waits[rank].what}"
+                if rank in self._waits
+                else f"rank {rank} has ended"
                 for rank in range(len(self._states))
             ),
             fix="call the same collectives in the same order on every rank",
         )
 
-    def meet(self, key: Any, members: int, what: str, call: Callable[[], Any], detail: str = "") -> Any:
+    def meet(
+        self, key: Any, members: int, what: str, call: Callable[[], Any], detail: str = ""
+    ) -> Any:
         """A collective: call together with all members.
 
         Args:
@@ -317,7 +325,9 @@ class _Group(_Plain):  # type: ignore[misc]
 
     def recv_anysource(self, *arguments: Any) -> Any:
         """Refused: whose turn it is would decide who sends."""
-        raise RankError("threads as ranks cannot receive from any rank", fix="dist.recv(tensor, src=rank)")
+        raise RankError(
+            "threads as ranks cannot receive from any rank", fix="dist.recv(tensor, src=rank)"
+        )
 
 
 def _collective(name: str) -> Callable[..., Any]:
@@ -378,18 +388,34 @@ def _threads_as_ranks(turns: _Turns) -> Iterator[None]:
             return super()._get_world()
 
     global _now
-    helper, barrier, world = _C10D._new_process_group_helper, _C10D._store_based_barrier, _C10D._world
+    helper, barrier, world = (
+        _C10D._new_process_group_helper,
+        _C10D._store_based_barrier,
+        _C10D._world,
+    )
     meshes: Any = device_mesh
     backend_of = meshes.get_backend
     hook = sys.excepthook  # torch replaces it
 
-    def make(size: int, rank: int, members: list[int], backend: Any, store: Any, group_name: Any, **more: Any) -> Any:
+    def make(
+        size: int,
+        rank: int,
+        members: list[int],
+        backend: Any,
+        store: Any,
+        group_name: Any,
+        **more: Any,
+    ) -> Any:
         def call() -> Any:
-            return helper(size, rank, members, backend, store, group_name, **{**more, "timeout": _GLOO_TIME})
+            return helper(
+                size, rank, members, backend, store, group_name, **{**more, "timeout": _GLOO_TIME}
+            )
 
         if members and turns.rank not in members:
             return call()
-        return turns.meet(("new", group_name, tuple(members)), len(members) or size, "new_group", call)
+        return turns.meet(
+            ("new", group_name, tuple(members)), len(members) or size, "new_group", call
+        )
 
     def arrive(rank: int, store: Any, name: Any, count: int, *others: Any, **options: Any) -> None:
         turns.meet(("made", name), count, "new_group", lambda: None)
@@ -475,7 +501,10 @@ def _run(fn: Callable[[int], Any], ranks: int, turns: _Turns) -> None:
             error = caught
         turns.end(rank, error)
 
-    others = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(1, ranks)]
+    others = [
+        threading.Thread(target=run, args=(rank,), name=f"rank-{rank}", daemon=True)
+        for rank in range(1, ranks)
+    ]
     with _threads_as_ranks(turns):
         for thread in others:
             thread.start()
@@ -484,5 +513,7 @@ def _run(fn: Callable[[int], Any], ranks: int, turns: _Turns) -> None:
             thread.join()
     if turns.error is not None:
         if turns.failed >= 0:
-            add_note(turns.error, f"raised on rank {turns.failed} of {ranks}, a thread of this process")
+            add_note(
+                turns.error, f"raised on rank {turns.failed} of {ranks}, a thread of this process"
+            )
         raise turns.error

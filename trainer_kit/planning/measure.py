@@ -113,7 +113,9 @@ def measure(
     precision = choose_precision(candidate.precision, None, strategy)
     with preserved_rng(strategy.device):
         if strategy.engine not in _RUN:
-            return _calculated(module, candidate, strategy, precision, f"{strategy.name} cannot run without data")
+            return _calculated(
+                module, candidate, strategy, precision, f"{strategy.name} cannot run without data"
+            )
         try:
             return _Trial(module, batch, candidate, trainer, accelerator, size).run()
         except TrainerKitError:
@@ -126,7 +128,11 @@ def measure(
 
 def _line_of(error: Exception) -> str:
     """The last line outside of installed packages, which is the user's."""
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not one.filename.startswith(_PACKAGES)]
+    frames = [
+        one
+        for one in traceback.extract_tb(error.__traceback__)
+        if not one.filename.startswith(_PACKAGES)
+    ]
     return f" in {Path(frames[-1].filename).name}, line {frames[-1].lineno}" if frames else ""
 
 
@@ -172,7 +178,9 @@ class _Trial:
             candidate=candidate,
             memory=tuple(role.memory for role in roles),
             host=max(role.host for role in roles),
-            traffic=max((role.traffic for role in roles), key=lambda sent: sum(one.bytes for one in sent)),
+            traffic=max(
+                (role.traffic for role in roles), key=lambda sent: sum(one.bytes for one in sent)
+            ),
             flops=max(role.flops for role in roles),
             operators=max(role.operators for role in roles),
             exact=True,
@@ -196,7 +204,9 @@ class _Trial:
                 run.micro.release()
             finally:
                 strategy.stop()
-        host = _HOST if candidate.offload and self.accelerator != "cpu" else ()  # on a CPU it is the same memory
+        host = (
+            _HOST if candidate.offload and self.accelerator != "cpu" else ()
+        )  # on a CPU it is the same memory
         on_host = tracker.peak(since.events, left_out=set(CATEGORIES) - set(host)) if host else {}
         return _Role(
             memory=tracker.peak(since.events, left_out=host),
@@ -247,7 +257,9 @@ class _Trial:
             build_module(session, module, "fit")
             module.trainer = session  # again, for submodules that configure_model built
             module.train()
-            session.train_dataloader = loader = [batch] * (self.candidate.accumulate * (1 + _WARM_UP))
+            session.train_dataloader = loader = [batch] * (
+                self.candidate.accumulate * (1 + _WARM_UP)
+            )
             bus = Bus(session, module, [], None, session.metrics)
             run = session.run = compose_fit(session, module, None, loader, None, bus)
         run.windows.loss_weight = None  # it reads the batch, which has no values
@@ -274,8 +286,15 @@ class _Trial:
             session.arguments, session.origins = {"reload_dataloaders_every_n_epochs": 0}, {}
             session.switches = {}
             session.async_save = session.barebones = session.fast_dev_run = False
-        session.sharded_alternative, session.compile_options, session.compile_regional = None, None, False
-        session.recomputes, session.accumulation = candidate.activation_checkpointing, candidate.accumulate
+        session.sharded_alternative, session.compile_options, session.compile_regional = (
+            None,
+            None,
+            False,
+        )
+        session.recomputes, session.accumulation = (
+            candidate.activation_checkpointing,
+            candidate.accumulate,
+        )
         vars(session)["print"] = vars(session)["say"] = lambda *values, **options: None
         return session
 
@@ -307,7 +326,14 @@ def _defaults() -> Settings:
 def _without_data(settings: Settings) -> Settings:
     """Settings for a list of equal batches: each rank reads all of them, and their weights are not read."""
     limits: dict[str, int | float] = {**settings.limits, "train": 1.0, "val": 0}
-    return replace(settings, shard=False, loss_weighting=False, global_batch_size=None, overfit=0, limits=limits)
+    return replace(
+        settings,
+        shard=False,
+        loss_weighting=False,
+        global_batch_size=None,
+        overfit=0,
+        limits=limits,
+    )
 
 
 def _step_together(optimizers: Sequence[Optimizer]) -> None:
@@ -317,20 +343,28 @@ def _step_together(optimizers: Sequence[Optimizer]) -> None:
             group["foreach"] = True
 
 
-def _notes(module: nn.Module, batch: Any, candidate: Candidate, accelerator: str) -> tuple[str, ...]:
+def _notes(
+    module: nn.Module, batch: Any, candidate: Candidate, accelerator: str
+) -> tuple[str, ...]:
     notes = ["fragmentation, the workspace of kernels and the memory of libraries are not in it"]
     if accelerator != "cpu":
-        notes.append(f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward")
+        notes.append(
+            f"operators are those of a CPU; kernels of {accelerator} may save other tensors for backward"
+        )
     strategy = strategy_for(candidate)
     sizes = strategy.places(candidate.world)
     gathers = strategy.engine == "fsdp" or sizes.get("dp_shard", 1) * sizes.get("cp", 1) > 1
     if gathers and choose_precision(candidate.precision, None, strategy).param_dtype is not None:
         notes.append(AUTOCAST_COPIES)
     if any(isinstance(part, nn.RNNBase) for part in module.modules()):
-        notes.append("recurrent layers are measured as plain operators; a fused kernel has its own workspace")
+        notes.append(
+            "recurrent layers are measured as plain operators; a fused kernel has its own workspace"
+        )
     if "transformers" in sys.modules and isinstance(batch, Mapping) and not _READ.isdisjoint(batch):
         found = ", ".join(sorted(_READ & batch.keys()))
-        notes.append(f"models of transformers read {found}: measured as padded or packed, even a mask of ones")
+        notes.append(
+            f"models of transformers read {found}: measured as padded or packed, even a mask of ones"
+        )
     if candidate.offload and accelerator == "cpu":
         notes.append("host memory is the device's on a CPU: offload saves nothing")
     elif candidate.offload:
@@ -374,7 +408,9 @@ class TrafficCounter:
             return
         ranks = tuple(dist.get_process_group_ranks(CollectiveOp.get_process_group(func, args)))
         if len(ranks) > 1:
-            self.add(_kind(str(func)), ranks, CollectiveOp.get_comm_tensor_size(func, out, args, {}))
+            self.add(
+                _kind(str(func)), ranks, CollectiveOp.get_comm_tensor_size(func, out, args, {})
+            )
 
     def add(self, kind: str, ranks: tuple[int, ...], size: int, count: int = 1) -> None:
         """Count collectives over these ranks."""
@@ -434,7 +470,9 @@ def _calculated(
     weights, gradients = part_bytes(copied.parameters()) // parts, part_bytes(trained) // parts
     state: int | None = None
     if costs is None:
-        notes.append(f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything")
+        notes.append(
+            f"{type(strategy).__name__} declares no costs: a rank is taken to hold everything"
+        )
     elif costs.parameters is not None and costs.gradients is not None:
         weights, gradients = costs.parameters, costs.gradients
         optimizers: list[Any] = []
@@ -449,11 +487,17 @@ def _calculated(
     masters = 0 if costs is None else costs.masters
     buffers = part_bytes(copied.buffers())
     held = {"parameters": weights + buffers, "gradients": gradients, "optimizer": state + masters}
-    on_host = {"optimizer", "parameters"} if candidate.strategy.endswith("stage_3_offload") else {"optimizer"}
+    on_host = (
+        {"optimizer", "parameters"}
+        if candidate.strategy.endswith("stage_3_offload")
+        else {"optimizer"}
+    )
     away = on_host if candidate.offload or candidate.strategy.endswith("offload") else set()
     return Measured(
         candidate=candidate,
-        memory=({category: 0 if category in away else held.get(category, 0) for category in CATEGORIES},),
+        memory=(
+            {category: 0 if category in away else held.get(category, 0) for category in CATEGORIES},
+        ),
         host=sum(held[category] for category in away),
         traffic=(),
         flops=0,

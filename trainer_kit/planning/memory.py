@@ -92,7 +92,9 @@ def describe_module(module: nn.Module | Mapping[str, Tensor]) -> Shapes:
     return Shapes(
         parameters=sum(tensor.numel() for tensor in floats),
         trainable=sum(tensor.numel() for tensor in floats if id(tensor) in trained),
-        fixed_bytes=sum(tensor.nbytes for tensor in named.values() if not tensor.is_floating_point()),
+        fixed_bytes=sum(
+            tensor.nbytes for tensor in named.values() if not tensor.is_floating_point()
+        ),
         layers=layers,
     )
 
@@ -103,7 +105,10 @@ def _blocks(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, part in module.named_modules():
         if type(part).__name__ in whole and name not in found:
-            found |= {f"{name}.{inner}" if inner and name else inner or name: name for inner, _ in part.named_modules()}
+            found |= {
+                f"{name}.{inner}" if inner and name else inner or name: name
+                for inner, _ in part.named_modules()
+            }
     return found
 
 
@@ -135,5 +140,7 @@ def estimate_memory(shapes: Shapes, dtypes: Iterable[str] | None = None) -> list
     chosen = list(_BITS if dtypes is None else dtypes)
     for dtype in chosen:
         if dtype not in _BITS:
-            raise ConfigurationError(f"the memory of {dtype!r} cannot be estimated", fix=did_you_mean(dtype, _BITS))
+            raise ConfigurationError(
+                f"the memory of {dtype!r} cannot be estimated", fix=did_you_mean(dtype, _BITS)
+            )
     return [one(dtype) for dtype in chosen]

@@ -33,8 +33,8 @@ _counter: Any = flop_counter
 _FLOPS: Final[Mapping[Any, Callable[..., int]]] = {
     **_counter.flop_registry,
     # torch counts attention in its kernels for accelerators only.
-    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: _counter.sdpa_flop_count(
-        query.shape, key.shape, value.shape
+    _aten._scaled_dot_product_flash_attention_for_cpu: lambda query, key, value, *_, **__: (
+        _counter.sdpa_flop_count(query.shape, key.shape, value.shape)
     ),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, query, key, value, *_, **__: (
         _counter.sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
@@ -140,14 +140,20 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- what runs -----------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run an operator on plain tensors; a subclass first turns its own into operators on its parts."""
         if func is _DEVICE:  # half of all calls: Tensor.device of a fake tensor
             return args[0].fake_device if type(args[0]) is FakeTensor else func(*args)
         if any(kind not in _PLAIN for kind in types):
             return NotImplemented
-        if func is _WAIT:  # the fake operator allocates a second tensor; the real one returns its input
+        if (
+            func is _WAIT
+        ):  # the fake operator allocates a second tensor; the real one returns its input
             return args[0]
         kwargs = kwargs or {}
         out = self._mode.call(func, args, kwargs)
@@ -161,7 +167,11 @@ class StepTracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._category.setdefault(number, "activations")
             self._fresh.clear()
         for leaf in (out,) if isinstance(out, Tensor) else tree_leaves(out):
-            if isinstance(leaf, FakeTensor) and leaf.fake_mode is self._mode and leaf.device.type != "meta":
+            if (
+                isinstance(leaf, FakeTensor)
+                and leaf.fake_mode is self._mode
+                and leaf.device.type != "meta"
+            ):
                 known = self._count
                 number = self._number(leaf.untyped_storage())
                 if number > known and self._in_step and torch.is_grad_enabled():

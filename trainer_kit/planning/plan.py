@@ -32,7 +32,18 @@ LIMITS: Final = (
 
 
 _WIDTH: Final = 100
-_HEADS: Final = ("", "strategy", "precision", "batch", "ckpt", "offload", "memory", "step", "MFU", "samples/s")
+_HEADS: Final = (
+    "",
+    "strategy",
+    "precision",
+    "batch",
+    "ckpt",
+    "offload",
+    "memory",
+    "step",
+    "MFU",
+    "samples/s",
+)
 _STYLE: Final = """
 .bars { display: grid; grid-template-columns: minmax(150px, max-content) 1fr max-content; gap: 7px 14px; }
 .bars > * { align-self: center; }
@@ -47,7 +58,10 @@ ul { padding-left: 20px; } li { margin: 3px 0; } td { white-space: nowrap; }
   .bars { grid-template-columns: 1fr max-content; grid-auto-flow: dense; row-gap: 3px; }
   .bars .bar { grid-column: 1 / -1; margin-bottom: 9px; }
 }
-""" + "".join(f".k{number} {{ background: var(--s{number}); color: var(--s{number}); }}\n" for number in range(8))
+""" + "".join(
+    f".k{number} {{ background: var(--s{number}); color: var(--s{number}); }}\n"
+    for number in range(8)
+)
 
 
 @final
@@ -74,12 +88,19 @@ class Plan:
     def best(self, world: int | None = None) -> Row | None:
         """The fastest configuration that fits on this number of ranks; None: on the first number with one."""
         worlds = self.question.worlds if world is None else (world,)
-        fitting = [row for size in worlds for row in self.rows if row.candidate.world == size and row.estimate]
+        fitting = [
+            row
+            for size in worlds
+            for row in self.rows
+            if row.candidate.world == size and row.estimate
+        ]
         return fitting[0] if fitting else None
 
     def trainer_line(self, row: Row) -> str:
         """The ``Trainer(...)`` of a row; other arguments stay as they are."""
-        arguments = ", ".join(f"{name}={value}" for name, value in _arguments(row.candidate, self.question).items())
+        arguments = ", ".join(
+            f"{name}={value}" for name, value in _arguments(row.candidate, self.question).items()
+        )
         return f"Trainer({arguments})"
 
     def command(self, row: Row) -> str:
@@ -100,13 +121,17 @@ class Plan:
                 **asdict(row.candidate),
                 "fits": row.estimate is not None,
                 "reason": row.reason,
-                "memory": None if row.measured is None else [dict(role) for role in row.measured.memory],
+                "memory": None
+                if row.measured is None
+                else [dict(role) for role in row.measured.memory],
                 "peak": None if row.measured is None else row.measured.peak,
                 "host": None if row.measured is None else row.measured.host,
                 "flops": None if row.measured is None else row.measured.flops,
                 "exact": None if row.measured is None else row.measured.exact,
                 "notes": [] if row.measured is None else list(row.measured.notes),
-                "traffic": [] if row.measured is None else [asdict(one) for one in row.measured.traffic],
+                "traffic": []
+                if row.measured is None
+                else [asdict(one) for one in row.measured.traffic],
                 "estimate": None if row.estimate is None else asdict(row.estimate),
                 "trainer": None if row.estimate is None else self.trainer_line(row),
                 "command": None if row.estimate is None else self.command(row),
@@ -148,7 +173,11 @@ def _machines(candidate: Candidate, question: Question) -> int:
 def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
     """The Trainer's arguments, as source."""
     machines = _machines(candidate, question)
-    word = repr("fsdp_cpu_offload" if candidate.offload and candidate.strategy == "fsdp" else candidate.strategy)
+    word = repr(
+        "fsdp_cpu_offload"
+        if candidate.offload and candidate.strategy == "fsdp"
+        else candidate.strategy
+    )
     axis, size = candidate.strategy[:2], candidate.strategy[2:]
     if candidate.strategy.startswith("hsdp"):  # which shards within a machine
         word = repr("hsdp")
@@ -169,17 +198,23 @@ def _arguments(candidate: Candidate, question: Question) -> dict[str, str]:
 def _text(plan: Plan) -> str:
     """The tables, the best lines and the notes."""
     question = plan.question
-    lines = [f"{plan.device}: {question.global_batch} samples a step, at most {in_units(question.limit)} for a rank"]
+    lines = [
+        f"{plan.device}: {question.global_batch} samples a step, at most {in_units(question.limit)} for a rank"
+    ]
     for world in question.worlds:
         rows = [row for row in plan.rows if row.candidate.world == world]
         lines += ["", f"{world} rank{'s' * (world > 1)}"]
         fitting = [row for row in rows if row.estimate is not None]
         if fitting:
-            lines += _aligned([_heads(plan), *(_cells(place, row, plan) for place, row in enumerate(fitting, 1))])
+            lines += _aligned(
+                [_heads(plan), *(_cells(place, row, plan) for place, row in enumerate(fitting, 1))]
+            )
         reasons: dict[tuple[str, str], list[str]] = {}
         for row in rows:
             if row.estimate is None:
-                reasons.setdefault((_without_precision(row), row.reason), []).append(row.candidate.precision)
+                reasons.setdefault((_without_precision(row), row.reason), []).append(
+                    row.candidate.precision
+                )
         for (words, reason), precisions in reasons.items():
             lines += _wrapped(f"{words}, {' and '.join(precisions)}: {reason}", "  -  ", "     ")
         best = plan.best(world)
@@ -194,13 +229,20 @@ def _text(plan: Plan) -> str:
     lines.append("")
     for note in [*plan.notes, *LIMITS]:
         lines += _wrapped(note, "- ", "  ")
-    lines.append(f"{sum(row.measured is not None for row in plan.rows)} configurations in {plan.seconds:.1f} s")
+    lines.append(
+        f"{sum(row.measured is not None for row in plan.rows)} configurations in {plan.seconds:.1f} s"
+    )
     return "\n".join(lines)
 
 
 def _wrapped(text: str, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+        text,
+        _WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
@@ -230,7 +272,11 @@ def _cells(place: int, row: Row, plan: Plan) -> list[str]:
     candidate, measured, estimate = row.candidate, row.measured, row.estimate
     assert measured is not None
     assert estimate is not None
-    speed = estimate.samples_per_second if estimate.tokens_per_second is None else estimate.tokens_per_second
+    speed = (
+        estimate.samples_per_second
+        if estimate.tokens_per_second is None
+        else estimate.tokens_per_second
+    )
     cells = [
         f"{place}.",
         candidate.strategy,
@@ -270,7 +316,10 @@ def _page(plan: Plan) -> str:
     title = f"Plan for {plan.device}"
     sections = "".join(_section(plan, world) for world in plan.question.worlds)
     notes = "".join(f"<li>{escape(note)}</li>" for note in [*plan.notes, *LIMITS])
-    legend = "".join(f'<span><i class="swatch k{number}"></i> {name}</span> ' for number, name in enumerate(CATEGORIES))
+    legend = "".join(
+        f'<span><i class="swatch k{number}"></i> {name}</span> '
+        for number, name in enumerate(CATEGORIES)
+    )
     facts = f"{plan.question.global_batch} samples a step · at most {in_units(plan.question.limit)} for a rank"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -286,7 +335,11 @@ def _page(plan: Plan) -> str:
 def _section(plan: Plan, world: int) -> str:
     rows = [row for row in plan.rows if row.candidate.world == world]
     best = plan.best(world)
-    lines = "No configuration is known to fit." if best is None else f"{plan.trainer_line(best)}\n{plan.command(best)}"
+    lines = (
+        "No configuration is known to fit."
+        if best is None
+        else f"{plan.trainer_line(best)}\n{plan.command(best)}"
+    )
     peaks = [row.measured.peak for row in rows if row.measured is not None]
     scale = max([plan.question.limit * 1.05, *peaks]) if peaks else 1.0
     # One row far beyond the limit would leave no room for the others.
@@ -321,7 +374,9 @@ def _bars(row: Row, limit: int, scale: float) -> Iterator[str]:
             width = min(100 * role.get(name, 0) / scale, 100 - at)
             if width > 0:
                 text = escape(f"{name}: {in_units(role.get(name, 0))}")
-                parts.append(f'<i class="k{kind}" style="left:{at:.2f}%;width:{width:.2f}%" title="{text}"></i>')
+                parts.append(
+                    f'<i class="k{kind}" style="left:{at:.2f}%;width:{width:.2f}%" title="{text}"></i>'
+                )
                 at += width
         peak = sum(role.values())
         batch = f"{row.candidate.micro_batch} x {row.candidate.accumulate}"

@@ -122,29 +122,46 @@ def plan_fit(
 
     def measured(candidate: Candidate) -> Measured:
         kind = "cpu" if name == "cpu" else "cuda"
-        return _noted(measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size), trainer, given)
+        return _noted(
+            measure(module, batch, candidate, trainer=trainer, accelerator=kind, size=size),
+            trainer,
+            given,
+        )
 
     rows = search(question, module, measured, tell, several=_is_large(built))
     if worlds[-1] > 1:
         notes.append(_auto(built, chosen[0], row, rows))
     notes += _notes(rows, samples, _own_strategy(trainer, given))
-    return Plan(question=question, rows=rows, device=name, script=script, notes=notes, seconds=time.monotonic() - began)
+    return Plan(
+        question=question,
+        rows=rows,
+        device=name,
+        script=script,
+        notes=notes,
+        seconds=time.monotonic() - began,
+    )
 
 
 def _is_large(module: nn.Module) -> bool:
     return sum(parameter.numel() for parameter in module.parameters()) > _LARGE
 
 
-def _worlds(world: int | Sequence[int], device: str | None, global_batch: int | None) -> tuple[int, ...]:
+def _worlds(
+    world: int | Sequence[int], device: str | None, global_batch: int | None
+) -> tuple[int, ...]:
     """The numbers of ranks, ascending; refuses arguments of the wrong type or size."""
     check_type("Trainer.plan", "world", world, int | Sequence[int])
     check_type("Trainer.plan", "device", device, str | None)
     check_type("Trainer.plan", "global_batch_size", global_batch, int | None)
     worlds = tuple(sorted({world} if isinstance(world, int) else set(world)))
     if not worlds or worlds[0] < 1:
-        raise ConfigurationError("a plan needs at least 1 rank", found=f"world={world!r}", fix="pass world=[8, 64]")
+        raise ConfigurationError(
+            "a plan needs at least 1 rank", found=f"world={world!r}", fix="pass world=[8, 64]"
+        )
     if global_batch is not None and global_batch < 1:
-        raise ConfigurationError("the global batch has at least one sample", found=f"global_batch={global_batch}")
+        raise ConfigurationError(
+            "the global batch has at least one sample", found=f"global_batch={global_batch}"
+        )
     return worlds
 
 
@@ -216,7 +233,9 @@ def _uncounted(own: Strategy | None) -> tuple[str, ...]:
     return (hook,) * (own.comm_hook is not None) + (local,) * (own.local_sgd is not None)
 
 
-def _prepared(trainer: Session, module: TrainModule, loaders: Any, datamodule: DataModule | None) -> tuple[Any, int]:
+def _prepared(
+    trainer: Session, module: TrainModule, loaders: Any, datamodule: DataModule | None
+) -> tuple[Any, int]:
     """Prepare the data as a fit does; returns the first batch, and the size of the loader's batches."""
     with preserved_rng(torch.device("cpu")):
         with _named("the plan called prepare_data() and setup(), as a fit does"):
@@ -228,7 +247,9 @@ def _prepared(trainer: Session, module: TrainModule, loaders: Any, datamodule: D
 def _first_batch(loaders: Any) -> tuple[Any, int]:
     """The first batch, and the size of the loader's batches."""
     if loaders is None:
-        raise ConfigurationError("the plan needs training data", fix="pass a loader, or define train_dataloader()")
+        raise ConfigurationError(
+            "the plan needs training data", fix="pass a loader, or define train_dataloader()"
+        )
     if isinstance(loaders, Dataset) and not isinstance(loaders, IterableDataset):
         fix = "pass a DataLoader: DataLoader(dataset, batch_size=32)"
         raise ConfigurationError("this is not a loader", found=type(loaders).__name__, fix=fix)
@@ -261,7 +282,9 @@ def _global_batch(trainer: Session, given: Mapping[str, Any], size: int, notes: 
     devices, nodes = given.get("devices", "auto"), given.get("num_nodes", 1)
     devices = len(devices) if isinstance(devices, (list, tuple)) else devices
     ranks = int(devices) * int(nodes) if str(devices).isdigit() else 1
-    window = trainer.accumulate_grad_batches if isinstance(trainer.accumulate_grad_batches, int) else 1
+    window = (
+        trainer.accumulate_grad_batches if isinstance(trainer.accumulate_grad_batches, int) else 1
+    )
     unknown = "" if str(devices).isdigit() else f", as devices={devices!r} gives no number"
     notes.append(
         f"{size * ranks * window} samples a step, as in the script: {size} of the loader x {ranks} rank"
@@ -276,7 +299,9 @@ def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]
     unknown = "a step that cannot run without data may also have a mistake: try it with Trainer(fast_dev_run=True)"
     inexact = any(row.measured is not None and not row.measured.exact for row in rows)
     copies = any(row.measured is not None and AUTOCAST_COPIES in row.measured.notes for row in rows)
-    found = {row.candidate.world: step_samples(row.candidate) for row in rows if row.measured is not None}
+    found = {
+        row.candidate.world: step_samples(row.candidate) for row in rows if row.measured is not None
+    }
     return [
         *([] if own is None else [options]),
         *_uncounted(own),
@@ -293,7 +318,11 @@ def _notes(rows: Sequence[Row], samples: int, own: Strategy | None) -> list[str]
 def _device(word: str | None, worlds: Sequence[int], notes: list[str]) -> tuple[Device, str]:
     if word is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name()
-        rates = [row for row in known_devices().values() if device_peak(name, "16-true") == row.flops("16-true")]
+        rates = [
+            row
+            for row in known_devices().values()
+            if device_peak(name, "16-true") == row.flops("16-true")
+        ]
         if not rates:
             raise ConfigurationError(
                 "this device has no known data sheet",
@@ -345,7 +374,13 @@ def _fastest(call: Callable[[], object]) -> float:
 def _precisions(given: Mapping[str, Any], device: Device, notes: list[str]) -> tuple[str, ...]:
     own = given.get("precision")
     own = str(own) if isinstance(own, (str, int)) else "32-true"
-    own = {"32": "32-true", "no": "32-true", "bf16": "bf16-mixed", "16": "16-mixed", "fp16": "16-mixed"}.get(own, own)
+    own = {
+        "32": "32-true",
+        "no": "32-true",
+        "bf16": "bf16-mixed",
+        "16": "16-mixed",
+        "fp16": "16-mixed",
+    }.get(own, own)
     mixed = "bf16-mixed" if device.bf16 else "16-mixed"
     if own.startswith("32"):
         notes.append(
@@ -369,10 +404,16 @@ def _auto(module: nn.Module, precision: str, device: Device, rows: Sequence[Row]
     needed, memory = training_bytes(module, precision, True), int(device.memory * 1e9)
     word = "ddp" if whole_copies_fit(needed, memory) else "fsdp"
     text = f'strategy="auto" takes {word}: {in_units(needed)} of training state (as with Adam) in {in_units(memory)}'
-    tried = [row for row in rows if row.candidate.precision == precision and row.candidate.world > 1]
-    fits = {(row.candidate.strategy, row.candidate.world) for row in tried if row.estimate is not None}
+    tried = [
+        row for row in rows if row.candidate.precision == precision and row.candidate.world > 1
+    ]
+    fits = {
+        (row.candidate.strategy, row.candidate.world) for row in tried if row.estimate is not None
+    }
     for world in dict.fromkeys(row.candidate.world for row in tried):
-        own = [row for row in tried if row.candidate.strategy == word and row.candidate.world == world]
+        own = [
+            row for row in tried if row.candidate.strategy == word and row.candidate.world == world
+        ]
         others = [name for name, size in fits if size == world]
         if own and others and word not in others:
             return f"{text}. On {world} ranks that does not fit: auto does not count activations; name a strategy"
@@ -390,11 +431,17 @@ def _estimate_notes(device: Device, taken: Assumptions, precisions: Sequence[str
         f"links: {device.link:g} GB/s inside a machine, {device.network:g} GB/s for each device between machines",
     ]
     if taken.tokens is not None:
-        notes.append(f"{taken.tokens:g} tokens a sample, as loss_weight counts them in the first batch")
+        notes.append(
+            f"{taken.tokens:g} tokens a sample, as loss_weight counts them in the first batch"
+        )
     return notes
 
 
 def _peak(device: Device, precision: str) -> str:
     peak = device.flops(precision)
-    tf32 = "" if "32" not in precision else f" (float32 products are {torch.get_float32_matmul_precision()!r})"
+    tf32 = (
+        ""
+        if "32" not in precision
+        else f" (float32 products are {torch.get_float32_matmul_precision()!r})"
+    )
     return f"{precision} {'unknown' if peak is None else f'{peak / 1e12:.3g} TFLOP/s'}{tf32}"

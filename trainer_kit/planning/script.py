@@ -59,7 +59,11 @@ class _Reached(BaseException):
 
 
 def captured_fit(
-    script: str, arguments: Sequence[str] = (), *, trainer_class: type[Session], empty_weights: bool = False
+    script: str,
+    arguments: Sequence[str] = (),
+    *,
+    trainer_class: type[Session],
+    empty_weights: bool = False,
 ) -> CapturedFit:
     """Run a script as ``python script arguments`` does, and return the arguments of its first ``trainer.fit``.
 
@@ -94,7 +98,9 @@ def captured_fit(
         {'meta'}
     """
     if not Path(script).is_file():
-        raise ConfigurationError("the script does not exist", found=script, fix="give the path of a Python file")
+        raise ConfigurationError(
+            "the script does not exist", found=script, fix="give the path of a Python file"
+        )
     found: list[CapturedFit] = []
     mains: list[Any] = []
     ended = "it ran to its end"
@@ -109,9 +115,13 @@ def captured_fit(
         except SystemExit as error:
             ended = f"it exited with {error.code!r}"
         except Exception as error:
-            if not found:  # else the script caught the end of its fit, and failed without the results
+            if (
+                not found
+            ):  # else the script caught the end of its fit, and failed without the results
                 fix = "it reads weights before the fit: call trainer.plan(...) there instead of fit(...)"
-                raise failed_script(script, error, "before its Trainer.fit", fix * empty_weights) from error
+                raise failed_script(
+                    script, error, "before its Trainer.fit", fix * empty_weights
+                ) from error
     if not found:
         raise ConfigurationError(
             f"{script} calls no Trainer.fit",
@@ -171,11 +181,15 @@ def failed_script(script: str, error: Exception, when: str, fix: str = "") -> Co
         fix: what helps if the script runs by itself.
     """
     frames = [
-        frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(script).resolve()
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename) == Path(script).resolve()
     ]
     where = f" (line {frames[-1].lineno})" if frames else ""
     if isinstance(error, TrainerKitError):
-        return ConfigurationError(f"{script} failed {when}{where}: {error.problem}", found=error.found, fix=error.fix)
+        return ConfigurationError(
+            f"{script} failed {when}{where}: {error.problem}", found=error.found, fix=error.fix
+        )
     lacking = isinstance(error, (ImportError, OSError, SyntaxError))
     run = f"run it first: {Path(sys.executable).name} {script}"
     return ConfigurationError(

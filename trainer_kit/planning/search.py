@@ -96,7 +96,8 @@ def search(
         several: search each precision in a process of its own.
     """
     words = {
-        world: question.strategies or tuple(_strategies(module, world, question.device)) for world in question.worlds
+        world: question.strategies or tuple(_strategies(module, world, question.device))
+        for world in question.worlds
     }
 
     def table(precision: str) -> dict[tuple[int, str], list[Row]]:
@@ -109,7 +110,9 @@ def search(
 
     searches = [partial(table, precision) for precision in question.precisions]
     if several:
-        with no_garbage_in_forks():  # a pipeline collects garbage at each stage, and would look at all of the imports
+        with (
+            no_garbage_in_forks()
+        ):  # a pipeline collects garbage at each stage, and would look at all of the imports
             tables = run_beside(searches)
     else:
         tables = [one() for one in searches]
@@ -138,7 +141,9 @@ def _strategies(module: nn.Module, world: int, device: Device) -> Iterator[str]:
         yield f"hsdp{device.group}"
     if is_overridden("configure_parallel", module, TrainModule):
         for axis in ("tp", "pp"):
-            yield from (f"{axis}{size}" for size in (2, 4, 8) if size <= device.group and world % size == 0)
+            yield from (
+                f"{axis}{size}" for size in (2, 4, 8) if size <= device.group and world % size == 0
+            )
 
 
 @final
@@ -153,7 +158,9 @@ class _Search:
         """The configurations of a strategy and a precision on these ranks."""
         offload = strategy in _OFFLOADS.values()
         strategy = next((word for word, other in _OFFLOADS.items() if other == strategy), strategy)
-        first = Candidate(strategy=strategy, precision=precision, world=world, micro_batch=1, offload=offload)
+        first = Candidate(
+            strategy=strategy, precision=precision, world=world, micro_batch=1, offload=offload
+        )
         if self._peak(first) is None:
             reason = f"no rate of {precision} products is known for this device"
             yield Row(candidate=first, measured=None, estimate=None, reason=reason)
@@ -167,7 +174,12 @@ class _Search:
         if not whole and self._state(plain.measured) <= self.question.limit:
             saving = self._row(replace(first, activation_checkpointing=True))
             yield saving
-        if strategy in _OFFLOADS and not offload and plain.estimate is None and saving.estimate is None:
+        if (
+            strategy in _OFFLOADS
+            and not offload
+            and plain.estimate is None
+            and saving.estimate is None
+        ):
             yield self._row(replace(first, activation_checkpointing=True, offload=True))
 
     def _row(self, first: Candidate) -> Row:
@@ -175,26 +187,49 @@ class _Search:
             found = self._largest(first, self._sizes(first))
             measured = self._scaled(found) if found.peak <= self.question.limit else found
         except Exception as error:  # of the user's module too, which may raise anything
-            return Row(candidate=first, measured=None, estimate=None, reason=f"cannot be built: {_text(error)}")
+            return Row(
+                candidate=first,
+                measured=None,
+                estimate=None,
+                reason=f"cannot be built: {_text(error)}",
+            )
         candidate = measured.candidate
         if measured.peak > self.question.limit:
-            return Row(candidate=candidate, measured=measured, estimate=None, reason=self._why_not(measured))
+            return Row(
+                candidate=candidate,
+                measured=measured,
+                estimate=None,
+                reason=self._why_not(measured),
+            )
         if not measured.exact:
-            state, notes = in_units(measured.peak), "; ".join(measured.notes).removeprefix(CALCULATED)
-            reason = f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
+            state, notes = (
+                in_units(measured.peak),
+                "; ".join(measured.notes).removeprefix(CALCULATED),
+            )
+            reason = (
+                f"weights, gradients and optimizer state need {state}; the rest is unknown: {notes}"
+            )
             return Row(candidate=candidate, measured=measured, estimate=None, reason=reason)
         if not candidate.activation_checkpointing:
             key = (candidate.strategy, candidate.precision, candidate.world)
             self._flops[key] = measured.flops / (candidate.micro_batch * candidate.accumulate)
-        return Row(candidate=candidate, measured=measured, estimate=self._estimate(candidate, measured))
+        return Row(
+            candidate=candidate, measured=measured, estimate=self._estimate(candidate, measured)
+        )
 
     def _estimate(self, candidate: Candidate, measured: Measured) -> Estimate:
         peak = self._peak(candidate)
         assert peak is not None  # or `rows` has left it out
         per_sample = self._flops.get((candidate.strategy, candidate.precision, candidate.world))
-        model = None if per_sample is None else per_sample * candidate.micro_batch * candidate.accumulate
+        model = (
+            None
+            if per_sample is None
+            else per_sample * candidate.micro_batch * candidate.accumulate
+        )
         question = self.question
-        return estimate_step(measured, question.device, question.assumptions, peak=peak, model_flops=model)
+        return estimate_step(
+            measured, question.device, question.assumptions, peak=peak, model_flops=model
+        )
 
     def _peak(self, candidate: Candidate) -> float | None:
         return self.question.device.flops(candidate.precision)
@@ -281,12 +316,16 @@ class _Search:
             first = before.get((two.kind, two.axis))
             count, size = (0, 0) if first is None else (first.count, first.bytes)
             return replace(
-                two, count=two.count + more * (two.count - count), bytes=two.bytes + more * (two.bytes - size)
+                two,
+                count=two.count + more * (two.count - count),
+                bytes=two.bytes + more * (two.bytes - size),
             )
 
         flops = measured.flops + more * (measured.flops - one.flops)
         operators = measured.operators + more * (measured.operators - one.operators)
-        return replace(measured, flops=flops, operators=operators, traffic=tuple(map(longer, measured.traffic)))
+        return replace(
+            measured, flops=flops, operators=operators, traffic=tuple(map(longer, measured.traffic))
+        )
 
     def _one_of(self, measured: Measured) -> Measured:
         """The step of a single micro-batch, of which two were run.
@@ -297,7 +336,11 @@ class _Search:
         candidate = measured.candidate
         size = candidate.micro_batch * candidate.accumulate
         whole = self._known.get(self._key(replace(candidate, micro_batch=size, accumulate=1)))
-        if whole is None or not whole.exact or whole.flops * 2 * candidate.micro_batch != measured.flops * size:
+        if (
+            whole is None
+            or not whole.exact
+            or whole.flops * 2 * candidate.micro_batch != measured.flops * size
+        ):
             return self._once(replace(candidate, accumulate=1))
         sent = {(one.kind, one.axis): one for one in whole.traffic}
         alike = sent.keys() == {(one.kind, one.axis) for one in measured.traffic} and all(
@@ -347,7 +390,13 @@ def describe(candidate: Candidate) -> str:
         >>> describe(Candidate(strategy="fsdp", precision="bf16-mixed", world=8, micro_batch=4, offload=True))
         'fsdp, bf16-mixed, 8 ranks, micro-batch 4, offload'
     """
-    words = [candidate.strategy, candidate.precision, f"{candidate.world} rank{'s' * (candidate.world > 1)}"]
+    words = [
+        candidate.strategy,
+        candidate.precision,
+        f"{candidate.world} rank{'s' * (candidate.world > 1)}",
+    ]
     words.append(f"micro-batch {candidate.micro_batch}")
-    words += ["checkpointing"] * candidate.activation_checkpointing + ["offload"] * candidate.offload
+    words += ["checkpointing"] * candidate.activation_checkpointing + [
+        "offload"
+    ] * candidate.offload
     return ", ".join(words)

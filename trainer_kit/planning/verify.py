@@ -46,7 +46,12 @@ from trainer_kit.training.session import Session
 
 __all__ = ["Check", "Verification", "verify"]
 
-_EPS: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+_EPS: Final = {
+    "64": torch.float64,
+    "32": torch.float32,
+    "bf16": torch.bfloat16,
+    "16": torch.float16,
+}
 _RESEEDS: Final = 20_26
 _SLIGHT: Final = 0.01
 """Relative differences that a layer which changes with each forward explains, such as a spectral norm."""
@@ -58,7 +63,14 @@ _SHOWS: Final = (
     callbacks.ThroughputMonitor, callbacks.Timer, callbacks.OnExceptionCheckpoint, callbacks.Preemption,
 )  # fmt: skip
 """Callbacks that change nothing in training."""
-_RANK_OF_KIND: Final = {"samples": 0, "data": 0, "repeat": 1, "loop": 3, "layout": 3, "precision": 3}
+_RANK_OF_KIND: Final = {
+    "samples": 0,
+    "data": 0,
+    "repeat": 1,
+    "loop": 3,
+    "layout": 3,
+    "precision": 3,
+}
 """What explains the differences that follow comes first; a check that only repeats another one comes last."""
 
 
@@ -105,7 +117,9 @@ class Verification:
     @property
     def first(self) -> Finding | None:
         """The difference that explains the others, and, of several, the first one in training: step and module."""
-        return min(self.findings, key=lambda finding: _RANK_OF_KIND.get(finding.kind, 2), default=None)
+        return min(
+            self.findings, key=lambda finding: _RANK_OF_KIND.get(finding.kind, 2), default=None
+        )
 
     @property
     def unchecked(self) -> list[Check]:
@@ -126,7 +140,11 @@ class Verification:
             "checks": [vars(check) for check in self.checks],
             "findings": [vars(finding) for finding in self.findings],
             "curve": [
-                {"step": point.step, "difference": _finite(point.difference), "allowed": _finite(point.allowed)}
+                {
+                    "step": point.step,
+                    "difference": _finite(point.difference),
+                    "allowed": _finite(point.allowed),
+                }
                 for point in self.curve
             ],
         }
@@ -139,7 +157,9 @@ class Verification:
         if self.ok:
             end = "all equal, as far as checked"
             skipped = [check for check in self.checks if check.name == "callbacks"]
-            end += "".join(f"; not checked: callbacks ({check.text.partition(':')[0]})" for check in skipped)
+            end += "".join(
+                f"; not checked: callbacks ({check.text.partition(':')[0]})" for check in skipped
+            )
         return "\n".join([head, *lines, end])
 
 
@@ -164,7 +184,9 @@ def verify(
     if local:
         _refuse_threads(trainer)
     ranks = f"{trainer.processes} process" + ("es" if trainer.processes > 1 else "")
-    configuration = f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
+    configuration = (
+        f"strategy {trainer.strategy.name}, precision {trainer.precision_plugin.name}, {ranks}"
+    )
     result = Verification(configuration, steps)
     frozen = nullcontext() if local else no_garbage_in_forks()  # it forks many times
     with frozen, locked_directory() as directory:
@@ -178,7 +200,9 @@ def _refuse(trainer: Session, steps: int) -> None:
     check_type("Trainer.verify", "steps", steps, int)
     if steps < 1:
         raise ConfigurationError(
-            "verify runs at least one step", found=f"steps={steps}", fix="pass a number such as steps=4"
+            "verify runs at least one step",
+            found=f"steps={steps}",
+            fix="pass a number such as steps=4",
         )
     if Environment.detect().launched:
         raise ConfigurationError(
@@ -211,7 +235,11 @@ class _Verifier:
         """Add a check; returns whether nothing differs."""
         if found is not None:
             self.result.findings.append(found)
-        at = "" if found is None else f"step {found.step}" + (f", {found.where}" if found.where else "")
+        at = (
+            ""
+            if found is None
+            else f"step {found.step}" + (f", {found.where}" if found.where else "")
+        )
         self.result.checks.append(Check(name, "ok" if found is None else "differs", at or text))
         return found is None
 
@@ -225,12 +253,19 @@ class _Verifier:
         division = _division(chosen)
         exact = self._exact(division)
         if exact.draws and chosen[0].compiled:
-            self.skip("compile", "compiled random layers draw other numbers: everything runs without the compiler")
+            self.skip(
+                "compile",
+                "compiled random layers draw other numbers: everything runs without the compiler",
+            )
             self.runs.run_without_compiler()
             chosen, exact = self.runs.chosen(reseeds=_RESEEDS), self._exact(division)
         single = self.runs.plain(make_precision("32-true"), division)
         name = self.trainer.precision_plugin.name
-        rounded = single if name == "32-true" else self.runs.plain(self.trainer.precision_plugin, division)
+        rounded = (
+            single
+            if name == "32-true"
+            else self.runs.plain(self.trainer.precision_plugin, division)
+        )
         judge = self.judge = Judge(exact, rounded, _eps(name))
         self.loop(division, single)
         self.result.curve = judge.curve(chosen)
@@ -250,24 +285,41 @@ class _Verifier:
         if finding is not None and judge.rounded is single and judge.exact.draws:
             self.skip("rounding", "random layers may draw different numbers in float64")
             return
-        self.note("rounding", finding, f"{name}: the errors of the gradients are those of its dtype")
+        self.note(
+            "rounding", finding, f"{name}: the errors of the gradients are those of its dtype"
+        )
 
     def buffers(self, chosen: list[Record], judge: Judge, whole_batch: Record | None) -> None:
         """Compare buffers and frozen parameters."""
         if not any(values for values in judge.exact.untrained.get(0, [])):
             return
-        if any(finding.kind not in ("loop", "layout", "precision") for finding in self.result.findings):
+        if any(
+            finding.kind not in ("loop", "layout", "precision") for finding in self.result.findings
+        ):
             self.skip("buffers", "the training differs")
             return
         check = compare_buffers(chosen, judge, whole_batch, self.result.steps)
-        self.note("buffers", check.finding, f"{check.compared} buffers and frozen parameters: those of the plain loop")
+        self.note(
+            "buffers",
+            check.finding,
+            f"{check.compared} buffers and frozen parameters: those of the plain loop",
+        )
         if check.exchanged:
             names = named(check.exchanged)
-            self.skip("buffers", f"{names}: ranks exchange values, and no process with all samples shows the result")
+            self.skip(
+                "buffers",
+                f"{names}: ranks exchange values, and no process with all samples shows the result",
+            )
 
     def callbacks(self) -> None:
         """Name the callbacks that were left out and that may change training."""
-        names = sorted({type(callback).__name__ for callback in self.trainer.callbacks if _may_change(callback)})
+        names = sorted(
+            {
+                type(callback).__name__
+                for callback in self.trainer.callbacks
+                if _may_change(callback)
+            }
+        )
         if names:
             self.skip("callbacks", f"{', '.join(names)}: the compared runs have no callbacks")
 
@@ -277,10 +329,14 @@ class _Verifier:
             text = f"the script made {sampler}; each rank gets its own, as under a launcher"
             self.result.checks.append(Check("samples", "note", text))
         plan = self.runs.order(division)
-        if plan is None or any(micro.ids is None for record in chosen for micro in record.micros.values()):
+        if plan is None or any(
+            micro.ids is None for record in chosen for micro in record.micros.values()
+        ):
             self.skip("samples", "the loader draws no indices of a dataset")
         elif not self.note(
-            "samples", compare_order(chosen, plan, self.result.steps), "those of one process, none twice"
+            "samples",
+            compare_order(chosen, plan, self.result.steps),
+            "those of one process, none twice",
         ):
             return False
         else:
@@ -302,7 +358,9 @@ class _Verifier:
         if not any(micro.batch for record in chosen for micro in record.micros.values()):
             self.skip("data", "the batches are objects that show no tensors")
             return True
-        return self.note("data", compare_samples(chosen, exact), "the tensors of each batch are equal")
+        return self.note(
+            "data", compare_samples(chosen, exact), "the tensors of each batch are equal"
+        )
 
     def _same_ids(self, chosen: list[Record], exact: Record) -> bool:
         """Whether the plain loop reads the samples of each rank."""
@@ -319,14 +377,21 @@ class _Verifier:
         """Compare the order of two epochs: a sampler that shuffles must know the epoch."""
         record = self.runs.epochs(division)
         first, second = record.orders
-        if first is None or first != second or _is_sequential(first) or self.trainer.settings.overfit:
+        if (
+            first is None
+            or first != second
+            or _is_sequential(first)
+            or self.trainer.settings.overfit
+        ):
             return
         text = "the second epoch reads the samples in the order of the first"
         hint = "call set_epoch of the sampler in on_train_epoch_start, or let the Trainer divide the data"
         if record.divides:
             self.note("epochs", Finding(kind="samples", step=0, where="", text=text, hint=hint), "")
         else:
-            self.result.checks.append(Check("epochs", "note", f"{text}: a sampler that shuffles needs set_epoch"))
+            self.result.checks.append(
+                Check("epochs", "note", f"{text}: a sampler that shuffles needs set_epoch")
+            )
 
     def _exact(self, division: Division) -> Record:
         """The plain loop in float64."""
@@ -369,7 +434,9 @@ class _Verifier:
         if division != alone:
             single = self.runs.plain(make_precision("32-true"), alone)
         if not single.even:
-            self.skip(name, "an accumulation window is incomplete, or an epoch ends within these steps")
+            self.skip(
+                name, "an accumulation window is incomplete, or an epoch ends within these steps"
+            )
             return
         run = self._alone(name, {"alone": 0})
         if run is None:
@@ -379,7 +446,9 @@ class _Verifier:
             for step, weights in single.weights.items()
             for key, value in weights.items()
         )
-        text = "one device, float32: equal to the plain loop " + ("in bits" if equal else "up to rounding")
+        text = "one device, float32: equal to the plain loop " + (
+            "in bits" if equal else "up to rounding"
+        )
         if equal:
             self.note(name, None, text)
             return
@@ -394,7 +463,9 @@ class _Verifier:
     def _alone(self, name: str, options: dict[str, Any]) -> list[Record] | None:
         """One process in float32; None, and a check that says why, where the loaders need the ranks of a launcher."""
         try:
-            return self.runs.chosen(reseeds=_RESEEDS, precision=make_precision("32-true"), **options)
+            return self.runs.chosen(
+                reseeds=_RESEEDS, precision=make_precision("32-true"), **options
+            )
         except (KeyError, ValueError, RuntimeError) as error:
             if not self.runs.needs_launcher(error):
                 raise
@@ -410,10 +481,14 @@ class _Verifier:
         found = self._first(judge, chosen)
         if found is not None and found.kind not in ("tied", "buffers", "logged", "ranks"):
             found = self._locate(judge, division, found, self.trainer.precision_plugin)
-        text = f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
+        text = (
+            f"losses, gradients, weights, logs: at most {judge.largest:.0%} of the allowed rounding"
+        )
         self.note("training", found, text)
         for waits in chosen[0].waiting:
-            self.result.checks.append(Check("schedulers", "note", f"{waits}: without validation it does not advance"))
+            self.result.checks.append(
+                Check("schedulers", "note", f"{waits}: without validation it does not advance")
+            )
         norms = chosen[0].norms
         if norms and division.places > 1:
             text = f"{named(norms)}: each rank normalises its own samples; sync_batchnorm=True those of all ranks"
@@ -448,13 +523,17 @@ class _Verifier:
         rounded = self.runs.plain(precision, division, watched)
         module = Judge(exact, rounded, judge.eps).modules(run, found.step)
         explained = module is not None and module.kind == "backward" and found.hint
-        if module is None or explained:  # a wrong factor, or exchange, shows in every gradient of an output
+        if (
+            module is None or explained
+        ):  # a wrong factor, or exchange, shows in every gradient of an output
             return found
         text = module.text
         if module.kind == "forward":
             mine = self.runs.chosen(**options, traced=module.where)
             other = self.runs.plain(precision, division, watched, module.where)
-            operation = first_other(_operations(mine[0], found.step), _operations(other, found.step))
+            operation = first_other(
+                _operations(mine[0], found.step), _operations(other, found.step)
+            )
             text += f"; {operation}" if operation else ""
         hint = f"then {found.kind}: {found.text}" + (f"; {found.hint}" if found.hint else "")
         return Finding(kind=module.kind, step=found.step, where=module.where, text=text, hint=hint)
@@ -480,45 +559,73 @@ class _Verifier:
         steps = self._comparable_windows(chosen[0], judge.exact)
         by_batch = shares_of(chosen)
         shares = {
-            (step, 0): [share for index in sorted(micro_batches) for share in by_batch[step, index]] for step in steps
+            (step, 0): [share for index in sorted(micro_batches) for share in by_batch[step, index]]
+            for step in steps
         }
         samples = sum(map(len, shares[0, 0]))
-        options: dict[str, Any] = {"alone": samples, "one_batch": True, "shares": shares if chosen[0].norms else None}
+        options: dict[str, Any] = {
+            "alone": samples,
+            "one_batch": True,
+            "shares": shares if chosen[0].norms else None,
+        }
         run = self._alone(name, options)
         if run is None:
             return
         if not all(same_samples(run[0], judge.exact, shares, step) for step in steps):
-            self.skip(name, "a sample has other contents in a larger batch: a random collate_fn, or padding")
+            self.skip(
+                name,
+                "a sample has other contents in a larger batch: a random collate_fn, or padding",
+            )
             return
-        finding = next((each for step in steps if (each := judge.gradients(run, step)) is not None), None)
+        finding = next(
+            (each for step in steps if (each := judge.gradients(run, step)) is not None), None
+        )
         if finding is not None:
             finding = self._of_window(finding, first, options, shares, len(micro_batches))
             if finding is None:
                 self.skip(name, "layers change with each forward, which one batch calls once")
                 return
-        self.note(name, finding, f"one batch of the {samples} samples of a window: the same gradient")
+        self.note(
+            name, finding, f"one batch of the {samples} samples of a window: the same gradient"
+        )
 
     def _comparable_windows(self, run: Record, exact: Record) -> range:
         """The steps whose windows one batch can replace: the first only, where the module counts batches."""
         changes = any(
-            changes_untrained(exact, step, without=run.norms) or run.attributes.get(step) != run.attributes.get(0)
+            changes_untrained(exact, step, without=run.norms)
+            or run.attributes.get(step) != run.attributes.get(0)
             for step in range(self.result.steps)
         )
         return range(1 if changes else self.result.steps)
 
     def _of_window(
-        self, found: Finding, division: Division, options: dict[str, Any], shares: Shares, batches: int
+        self,
+        found: Finding,
+        division: Division,
+        options: dict[str, Any],
+        shares: Shares,
+        batches: int,
     ) -> Finding | None:
         """What makes a window differ from one batch; None where a layer changes with each forward."""
         step = found.step
         watched = frozenset({step})
-        options = {**options, "reseeds": _RESEEDS, "precision": make_precision("32-true"), "watched": watched}
+        options = {
+            **options,
+            "reseeds": _RESEEDS,
+            "precision": make_precision("32-true"),
+            "watched": watched,
+        }
         run = self.runs.chosen(**options)
-        exact, single = (self.runs.plain(make_precision(word), division, watched) for word in ("64-true", "32-true"))
+        exact, single = (
+            self.runs.plain(make_precision(word), division, watched)
+            for word in ("64-true", "32-true")
+        )
         cause = depends(run[0], Judge(exact, single, _eps("32-true")), shares, step)
         if cause.where:
             return None if changes_untrained(exact, step, cause.where) else cause
-        far = max(relative_difference(run[0].gradients[step], exact.gradients[step]).values(), default=0.0)
+        far = max(
+            relative_difference(run[0].gradients[step], exact.gradients[step]).values(), default=0.0
+        )
         if far < _SLIGHT and changes_untrained(exact, step, without=run[0].norms):
             return None
         text = f"a window of {batches} batches trains otherwise than one batch of its samples"
@@ -535,19 +642,34 @@ class _Verifier:
         read = [micro.ids for record in chosen for at, micro in record.micros.items() if at[0] == 0]
         reasons = (
             (exact.draws, "random layers draw different numbers on each rank"),
-            (not exact.even, "an accumulation window is incomplete, or an epoch ends within these steps"),
-            (any(ids is None for ids in read) or not self.trainer.settings.shard, "the size of a batch is not known"),
-            (chosen[0].own_batches, "the loader makes its batches itself: one process cannot read them as one"),
+            (
+                not exact.even,
+                "an accumulation window is incomplete, or an epoch ends within these steps",
+            ),
+            (
+                any(ids is None for ids in read) or not self.trainer.settings.shard,
+                "the size of a batch is not known",
+            ),
+            (
+                chosen[0].own_batches,
+                "the loader makes its batches itself: one process cannot read them as one",
+            ),
         )
         return next((text for applies, text in reasons if applies), None)
 
-    def world(self, chosen: list[Record], division: Division, exact: Record, single: Record) -> Record | None:
+    def world(
+        self, chosen: list[Record], division: Division, exact: Record, single: Record
+    ) -> Record | None:
         """Compare with one process that trains on the batches of all ranks as one batch; returns its record.
 
         In float32: a kernel may sum a larger batch in a different order, which changes low-precision results.
         """
         name = "other world"
-        why = "the run has only one process" if len(chosen) == 1 else self._why_not_whole(chosen, exact)
+        why = (
+            "the run has only one process"
+            if len(chosen) == 1
+            else self._why_not_whole(chosen, exact)
+        )
         if why is not None:
             self.skip(name, why)
             return None
@@ -558,28 +680,45 @@ class _Verifier:
         if run is None:
             return None
         if whole := sorted(run[0].whole):
-            self.skip(name, f"the input of {named(whole)} does not have the batch as its first dimension")
+            self.skip(
+                name, f"the input of {named(whole)} does not have the batch as its first dimension"
+            )
             return None
         if not all(same_samples(run[0], exact, shares, step) for step in range(self.result.steps)):
-            self.skip(name, "a sample has other contents in a larger batch: a random collate_fn, or padding")
+            self.skip(
+                name,
+                "a sample has other contents in a larger batch: a random collate_fn, or padding",
+            )
             return None
         judge = Judge(exact, single, _eps("32-true"))
         finding = self._other_world(run, judge)
         text = f"one process, float32, {samples} samples a step: the same weights"
         if finding is None:
-            self.note(name, None, text + (", with batch norms divided as on the ranks" if chosen[0].norms else ""))
+            self.note(
+                name,
+                None,
+                text + (", with batch norms divided as on the ranks" if chosen[0].norms else ""),
+            )
             return run[0]
         if finding.kind == "weights":
             text = (
-                "the gradients agree, the weights do not: the optimizer or its schedule depends on the number of ranks"
+                "the gradients agree, the weights do not: "
+                "the optimizer or its schedule depends on the number of ranks"
             )
             self.result.checks.append(Check(name, "note", text))
             return run[0]
         watched = frozenset({finding.step})
         options |= {"precision": make_precision("32-true"), "reseeds": _RESEEDS}
         again = self.runs.chosen(**options, watched=watched)
-        plain = [self.runs.plain(make_precision(word), division, watched) for word in ("64-true", "32-true")]
-        self.note(name, depends(again[0], Judge(plain[0], plain[1], judge.eps), shares, finding.step), text)
+        plain = [
+            self.runs.plain(make_precision(word), division, watched)
+            for word in ("64-true", "32-true")
+        ]
+        self.note(
+            name,
+            depends(again[0], Judge(plain[0], plain[1], judge.eps), shares, finding.step),
+            text,
+        )
         return run[0]
 
     def _other_world(self, run: list[Record], judge: Judge) -> Finding | None:
@@ -601,16 +740,26 @@ class _Verifier:
         if resumes:
             resumed = self.runs.chosen(resumes=saved[1])
             found = self._bits(whole, resumed, "resume", steps // 2)
-            self.note("resume", found, f"from step {steps // 2}: equal in bits to the run that was not interrupted")
+            self.note(
+                "resume",
+                found,
+                f"from step {steps // 2}: equal in bits to the run that was not interrupted",
+            )
         else:
             self.skip("resume", "needs at least two steps")
         if validates:
             validated = self.runs.chosen(validates=True)
-            self.note("validation", self._bits(whole, validated, "validation", 0), "after each step: equal in bits")
+            self.note(
+                "validation",
+                self._bits(whole, validated, "validation", 0),
+                "after each step: equal in bits",
+            )
         else:
             self.skip("validation", "no validation loader")
 
-    def _bits(self, one: list[Record], other: list[Record], kind: str, start: int) -> Finding | None:
+    def _bits(
+        self, one: list[Record], other: list[Record], kind: str, start: int
+    ) -> Finding | None:
         """The first bit that differs, from step ``start`` on."""
         step = _first_bit(one, other, start, self.result.steps)
         if step is None:
@@ -627,7 +776,10 @@ class _Verifier:
             "validation": {"validates": True},
         }
         options = everything[kind]
-        run, others = self.runs.chosen(watched=watched), self.runs.chosen(watched=watched, **options)
+        run, others = (
+            self.runs.chosen(watched=watched),
+            self.runs.chosen(watched=watched, **options),
+        )
         where, what = _first_output(run, others, step)
         state = [] if kind == "repeat" else differing_state(run, others, step)
         if state and not where:
@@ -644,8 +796,13 @@ class _Verifier:
 def _division(run: list[Record]) -> Division:
     """How a run divides its data."""
     first = run[0]
-    ranks = tuple(next(record.rank for record in run if record.place == place) for place in range(first.places))
-    return Division(first.places, first.seed, _RESEEDS, first.own_buffers, len(run), tuple(first.synced), ranks)
+    ranks = tuple(
+        next(record.rank for record in run if record.place == place)
+        for place in range(first.places)
+    )
+    return Division(
+        first.places, first.seed, _RESEEDS, first.own_buffers, len(run), tuple(first.synced), ranks
+    )
 
 
 def _is_sequential(order: list[int]) -> bool:
@@ -677,11 +834,18 @@ def _first_bit(one: list[Record], other: list[Record], start: int, steps: int) -
                 pair = theirs.micros.get(at)
                 if pair is None or pair.ids != micro.ids:
                     return step
-                values = zip([*micro.batch, *micro.loss.values()], [*pair.batch, *pair.loss.values()], strict=True)
+                values = zip(
+                    [*micro.batch, *micro.loss.values()],
+                    [*pair.batch, *pair.loss.values()],
+                    strict=True,
+                )
                 if not all(same_bits(a, b) for a, b in values):
                     return step
             held, found = mine.weights[step], theirs.weights.get(step, {})
-            if any(name not in found or not same_bits(value, found[name]) for name, value in held.items()):
+            if any(
+                name not in found or not same_bits(value, found[name])
+                for name, value in held.items()
+            ):
                 return step
     return None
 

@@ -34,7 +34,9 @@ class BufferCheck:
     exchanged: tuple[str, ...] = ()
 
 
-def compare_buffers(run: Sequence[Record], judge: Judge, whole_batch: Record | None, steps: int) -> BufferCheck:
+def compare_buffers(
+    run: Sequence[Record], judge: Judge, whole_batch: Record | None, steps: int
+) -> BufferCheck:
     """Compare what no optimizer trains: with the rank's own in the plain loop, or with one process over all samples.
 
     A module may exchange a statistic among the ranks itself. Then it has the value of one process that reads the
@@ -64,13 +66,17 @@ def compare_buffers(run: Sequence[Record], judge: Judge, whole_batch: Record | N
             still = _unmoved(run[0], record, judge, step)
             if still is not None:
                 text = f"rank {record.rank} does not change it, and rank 0 does"
-                hint = "every rank must update it, or none reads it; checkpoints hold that of rank 0"
+                hint = (
+                    "every rank must update it, or none reads it; checkpoints hold that of rank 0"
+                )
                 finding = Finding(kind="buffers", step=step, where=still, text=text, hint=hint)
                 return BufferCheck(finding, len(compared))
     return BufferCheck(None, len(compared), tuple(exchanged))
 
 
-def _values(record: Record, judge: Judge, step: int) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+def _values(
+    record: Record, judge: Judge, step: int
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     """The name of each untrained tensor of a rank, its value, and those of the plain loop."""
     exact, rounded = judge.exact.untrained.get(step, []), judge.rounded.untrained.get(step, [])
     if record.place >= min(len(exact), len(rounded)):
@@ -107,7 +113,9 @@ def _changed(name: str, value: Tensor, exact: Tensor, step: int, ranks: int) -> 
     hint = ""
     if ranks > 1:
         text += ", and from that of one process with the samples of all ranks"
-        hint = "a statistic that ranks sum and should average, or an update that depends on the rank"
+        hint = (
+            "a statistic that ranks sum and should average, or an update that depends on the rank"
+        )
     return Finding(kind="buffers", step=step, where=name, text=text, hint=hint)
 
 
@@ -122,7 +130,9 @@ def _unmoved(first: Record, record: Record, judge: Judge, step: int) -> str | No
         if not moved or same_bits(value, after[name]):
             continue
         earlier = record.local.get(step - 1, {}).get(name)
-        still = same_bits(value, before[name]) or (earlier is not None and same_bits(value, earlier))
+        still = same_bits(value, before[name]) or (
+            earlier is not None and same_bits(value, earlier)
+        )
         places = plain.get(step, [])
         if still and record.place < len(places) and _moves(plain, record.place, name, step):
             return name
@@ -138,7 +148,9 @@ def _moves(plain: dict[int, list[dict[str, Tensor]]], place: int, name: str, ste
     return start is not None and not same_bits(start, plain[step][place][name])
 
 
-def changes_untrained(exact: Record, step: int, module: str = "", without: Collection[str] = ()) -> bool:
+def changes_untrained(
+    exact: Record, step: int, module: str = "", without: Collection[str] = ()
+) -> bool:
     """Whether the plain loop changes buffers or frozen parameters in a step.
 
     Args:

@@ -109,7 +109,9 @@ class Judge:
         floor = _FLOOR * (self.eps if eps is None else eps) * _norm(exact)
         return max(_FACTOR * own, floor, torch.finfo(torch.float32).tiny)
 
-    def excess(self, found: Tensor, exact: Tensor, rounded: Tensor, eps: float | None = None) -> float:
+    def excess(
+        self, found: Tensor, exact: Tensor, rounded: Tensor, eps: float | None = None
+    ) -> float:
         """The difference in units of the allowed rounding; above 1 it is more than rounding."""
         difference = _norm(found.double() - exact.double())
         if difference != difference:
@@ -127,7 +129,9 @@ class Judge:
         stored: bool = False,
     ) -> list[tuple[float, str]]:
         """The tensors that differ by more than rounding, the largest first; ``stored``: they keep their own dtype."""
-        shared = [name for name in exact if name in found and found[name].shape == exact[name].shape]
+        shared = [
+            name for name in exact if name in found and found[name].shape == exact[name].shape
+        ]
         shared = [name for name in shared if exact[name].is_floating_point()]
         judged = []
         for name in shared:
@@ -149,13 +153,22 @@ class Judge:
                     ratios.append(float(found) / float(value) if float(value) else 1.0)
                     text = f"{name} is {float(found):.6g}, and {float(value):.6g} in the plain loop"
                     wrong.append(
-                        (self.excess(found.reshape(()), value.reshape(()), rounded.loss[name].reshape(())), text)
+                        (
+                            self.excess(
+                                found.reshape(()), value.reshape(()), rounded.loss[name].reshape(())
+                            ),
+                            text,
+                        )
                     )
         bad = max(wrong, default=(0.0, ""))
         if bad[0] <= 1:
             return None
         factor = _constant(ratios, self.eps)
-        hint = "" if factor is None else f"every loss is {factor:.4g} times the reference: {self._factor(factor)}"
+        hint = (
+            ""
+            if factor is None
+            else f"every loss is {factor:.4g} times the reference: {self._factor(factor)}"
+        )
         return Finding(kind="loss", step=step, where="", text=bad[1], hint=hint)
 
     def gradients(self, run: Sequence[Record], step: int) -> Finding | None:
@@ -175,14 +188,27 @@ class Judge:
         text += f", and those of {several - 1} more parameters" if several > 1 else ""
         return Finding(kind="gradients", step=step, where=name, text=text, hint=hint)
 
-    def _missing(self, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int) -> Finding | None:
-        missing = [name for name in exact if name not in merged and float(exact[name].abs().max()) > 0]
+    def _missing(
+        self, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int
+    ) -> Finding | None:
+        missing = [
+            name for name in exact if name not in merged and float(exact[name].abs().max()) > 0
+        ]
         if not merged or not missing:
             return None
-        return Finding(kind="gradients", step=step, where=missing[0], text="the run has no gradient of this parameter")
+        return Finding(
+            kind="gradients",
+            step=step,
+            where=missing[0],
+            text="the run has no gradient of this parameter",
+        )
 
     def _of_gradients(
-        self, run: Sequence[Record], step: int, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+        self,
+        run: Sequence[Record],
+        step: int,
+        merged: Mapping[str, Tensor],
+        exact: Mapping[str, Tensor],
     ) -> str:
         first = run[0].gradients.get(step, {})
         differ = [
@@ -226,14 +252,20 @@ class Judge:
     def trained(self, run: Sequence[Record], step: int) -> Finding | None:
         """Compare the weights that have gradients, without buffers."""
         names, exact = self.exact.gradients[step], self.exact.weights[step]
-        return self._weights(run[0].weights[step], {n: v for n, v in exact.items() if n in names}, step)
+        return self._weights(
+            run[0].weights[step], {n: v for n, v in exact.items() if n in names}, step
+        )
 
-    def _weights(self, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int) -> Finding | None:
+    def _weights(
+        self, merged: Mapping[str, Tensor], exact: Mapping[str, Tensor], step: int
+    ) -> Finding | None:
         wrong = self.worst(merged, exact, self.rounded.weights[step], stored=True)
         if not wrong:
             return None
         name = self._first(exact, {name for _, name in wrong})
-        text = f"the weights differ by {percent(_relative(merged[name], exact[name]))} after the step"
+        text = (
+            f"the weights differ by {percent(_relative(merged[name], exact[name]))} after the step"
+        )
         hint = "the gradients agree: look at clipping, the optimizer and its schedule"
         return Finding(kind="weights", step=step, where=name, text=text, hint=hint)
 
@@ -242,7 +274,11 @@ class Judge:
         first = run[0].local.get(step, {})
         for record in run[1:]:
             for name, value in record.local.get(step, {}).items():
-                if name not in first or first[name].shape != value.shape or same_bits(first[name], value):
+                if (
+                    name not in first
+                    or first[name].shape != value.shape
+                    or same_bits(first[name], value)
+                ):
                     continue
                 buffer = name in record.buffers
                 if buffer and (not record.own_buffers or name.rpartition(".")[0] in record.norms):
@@ -254,7 +290,9 @@ class Judge:
                     step=step,
                     where=name,
                     text=f"rank {record.place} has a different value than rank 0 after the step",
-                    hint="no rank sends this buffer; checkpoints hold that of rank 0" if buffer else "",
+                    hint="no rank sends this buffer; checkpoints hold that of rank 0"
+                    if buffer
+                    else "",
                 )
         return None
 
@@ -265,7 +303,12 @@ class Judge:
             found = run[0].logged.get(step, {}).get(name)
             if found is None or name not in rounded:
                 continue
-            if self.excess(torch.tensor(found), torch.tensor(value).double(), torch.tensor(rounded[name])) > 1:
+            if (
+                self.excess(
+                    torch.tensor(found), torch.tensor(value).double(), torch.tensor(rounded[name])
+                )
+                > 1
+            ):
                 text = f"logged as {found:.6g}, and {value:.6g} by the plain loop"
                 return Finding(kind="logged", step=step, where=name, text=text)
         return None
@@ -282,7 +325,9 @@ class Judge:
                 if found is not None:
                     (name, call, _), text = found
                     again = f", call {call + 1}" if call else ""
-                    return Finding(kind=kind, step=step, where=name, text=f"the {what} differs{again}: {text}")
+                    return Finding(
+                        kind=kind, step=step, where=name, text=f"the {what} differs{again}: {text}"
+                    )
         return None
 
     def _module(
@@ -305,19 +350,29 @@ class Judge:
 
     def _far(self, found: Tensor, other: Tensor) -> bool:
         """Whether two ranks' values differ by more than their last places."""
-        return _norm(found.double() - other.double()) > _FLOOR * torch.finfo(other.dtype).eps * _norm(other)
+        return _norm(found.double() - other.double()) > _FLOOR * torch.finfo(
+            other.dtype
+        ).eps * _norm(other)
 
     def curve(self, run: Sequence[Record]) -> list[Point]:
         """The largest relative difference of the weights, step by step."""
         points = []
         for step, exact in self.exact.weights.items():
             found = run[0].weights.get(step, {})
-            names = [n for n in self.exact.gradients[step] if n in found and found[n].shape == exact[n].shape]
+            names = [
+                n
+                for n in self.exact.gradients[step]
+                if n in found and found[n].shape == exact[n].shape
+            ]
             rounded = self.rounded.weights[step]
             norms = {name: _norm(exact[name]) or 1.0 for name in names}
-            far = [_norm(found[name].double() - exact[name].double()) / norms[name] for name in names]
+            far = [
+                _norm(found[name].double() - exact[name].double()) / norms[name] for name in names
+            ]
             eps = {name: torch.finfo(found[name].dtype).eps for name in names}
-            allowed = [self.allowed(exact[name], rounded[name], eps[name]) / norms[name] for name in names]
+            allowed = [
+                self.allowed(exact[name], rounded[name], eps[name]) / norms[name] for name in names
+            ]
             points.append(Point(step, max(far, default=0.0), max(allowed, default=0.0)))
         return points
 
@@ -359,7 +414,9 @@ def _relative(found: Tensor, exact: Tensor) -> float:
     return _norm(found.double() - exact.double()) / (_norm(exact) or 1.0)
 
 
-def relative_difference(found: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, float]:
+def relative_difference(
+    found: Mapping[str, Tensor], exact: Mapping[str, Tensor]
+) -> dict[str, float]:
     """The relative difference of each tensor that both have."""
     return {name: _relative(found[name], value) for name, value in exact.items() if name in found}
 
@@ -384,14 +441,20 @@ def compare_order(run: Sequence[Record], plan: list[int] | None, steps: int) -> 
         done += len(ids)
         if expected is None or not ids or Counter(expected) == Counter(ids):
             continue
-        twice = [one for one, count in Counter(ids).items() if count > 1 and Counter(expected)[one] <= 1]
+        twice = [
+            one for one, count in Counter(ids).items() if count > 1 and Counter(expected)[one] <= 1
+        ]
         if twice:
             places = sorted({place for (_, place), values in found.items() if twice[0] in values})
-            where = f"ranks {', '.join(map(str, places))}" if len(places) > 1 else f"rank {places[0]}"
+            where = (
+                f"ranks {', '.join(map(str, places))}" if len(places) > 1 else f"rank {places[0]}"
+            )
             text = f"read {Counter(ids)[twice[0]]} times in this step, by {where}"
             more = f", and {len(twice) - 1} other samples" if len(twice) > 1 else ""
             hint = "the sampler does not divide the data among the ranks, or repeats samples"
-            return Finding(kind="samples", step=step, where=f"sample {twice[0]}", text=text + more, hint=hint)
+            return Finding(
+                kind="samples", step=step, where=f"sample {twice[0]}", text=text + more, hint=hint
+            )
         other = next(iter((Counter(ids) - Counter(expected)).elements()), None)
         return Finding(
             kind="samples",

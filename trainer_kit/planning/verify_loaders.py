@@ -16,7 +16,16 @@ from trainer_kit.planning.fake_world import fake_world
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.session import Session
 
-__all__ = ["Division", "Place", "Row", "divides_itself", "feeds_of", "place_loaders", "retarget_samplers", "rows_of"]
+__all__ = [
+    "Division",
+    "Place",
+    "Row",
+    "divides_itself",
+    "feeds_of",
+    "place_loaders",
+    "retarget_samplers",
+    "rows_of",
+]
 
 _LAUNCHER: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 Row = list[tuple[Any, int, list[int] | None]]
@@ -103,7 +112,9 @@ def rows_of(feeds: list[Feed], epoch: int) -> Iterator[Row]:
         yield row
 
 
-def feeds_of(trainer: Session, loaders: Sequence[Any], division: Division) -> tuple[list[Feed], EpochLength]:
+def feeds_of(
+    trainer: Session, loaders: Sequence[Any], division: Division
+) -> tuple[list[Feed], EpochLength]:
     """The data of each place, and the micro-batches of an epoch.
 
     Args:
@@ -124,7 +135,9 @@ def feeds_of(trainer: Session, loaders: Sequence[Any], division: Division) -> tu
     return [feed for feed, _ in made], made[0][1]
 
 
-def place_loaders(loaders: Any, division: Division, shard: bool, make: Callable[[int], Any] | None = None) -> list[Any]:
+def place_loaders(
+    loaders: Any, division: Division, shard: bool, make: Callable[[int], Any] | None = None
+) -> list[Any]:
     """The loaders of each place.
 
     Loaders that divide the data themselves are made again for each place, with the environment of its rank. Others are
@@ -155,7 +168,11 @@ def divides_itself(loaders: Any) -> bool:
         >>> divides_itself(DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)))
         True
     """
-    return any(hasattr(inner, "num_replicas") for sampler in _samplers(loaders) for inner in _nested(sampler))
+    return any(
+        hasattr(inner, "num_replicas")
+        for sampler in _samplers(loaders)
+        for inner in _nested(sampler)
+    )
 
 
 def _samplers(loaders: Any) -> Iterator[Any]:
@@ -198,13 +215,23 @@ def retarget_samplers(loaders: Any, rank: int, size: int, world: int) -> list[st
     """
     changed = []
     for sampler in _samplers(loaders):
-        if not isinstance(sampler, DistributedSampler) or (sampler.num_replicas, sampler.rank) == (size, rank):
+        if not isinstance(sampler, DistributedSampler) or (sampler.num_replicas, sampler.rank) == (
+            size,
+            rank,
+        ):
             continue
         if sampler.num_replicas not in (1, size, world):
             continue  # it fits no launch of this configuration; the fit says so
-        changed.append(f"a {type(sampler).__name__} for rank {sampler.rank} of {sampler.num_replicas}")
+        changed.append(
+            f"a {type(sampler).__name__} for rank {sampler.rank} of {sampler.num_replicas}"
+        )
         fresh: DistributedSampler[Any] = DistributedSampler(
-            sampler.dataset, size, rank, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+            sampler.dataset,
+            size,
+            rank,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+            drop_last=sampler.drop_last,
         )
         vars(sampler).update(vars(fresh))
     return changed
@@ -229,14 +256,18 @@ def _share(value: Any, memo: dict[int, Any], seen: set[int]) -> None:
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Sequence) or (isinstance(value, Dataset) and not isinstance(value, IterableDataset)):
+    if isinstance(value, Sequence) or (
+        isinstance(value, Dataset) and not isinstance(value, IterableDataset)
+    ):
         memo[id(value)] = value
     elif isinstance(value, CombinedLoader):
         for one in value.flattened:
             _share(one, memo, seen)
     elif isinstance(value, (DataLoader, Sampler)):
         held = dict(vars(value))
-        memo[id(held.pop("_iterator", None))] = None  # it may have processes, and belongs to the user's loader
+        memo[id(held.pop("_iterator", None))] = (
+            None  # it may have processes, and belongs to the user's loader
+        )
         for name in ("collate_fn", "worker_init_fn", "_DataLoader__multiprocessing_context"):
             memo[id(held.get(name))] = held.pop(name, None)
         for one in held.values():

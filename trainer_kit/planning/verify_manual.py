@@ -60,7 +60,10 @@ class Turns:
             ConfigurationError: the ranks meet a different number of times.
         """
         self._random = [rng_state() for _ in range(self.ranks)]
-        threads = [threading.Thread(target=self._one, args=(work, rank), daemon=True) for rank in range(self.ranks)]
+        threads = [
+            threading.Thread(target=self._one, args=(work, rank), daemon=True)
+            for rank in range(self.ranks)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -137,7 +140,11 @@ def copied(module: TrainModule) -> TrainModule:
     Raises:
         ConfigurationError: it cannot be copied.
     """
-    shared = {id(value): value for value in vars(module).values() if isinstance(value, (Dataset, DataLoader))}
+    shared = {
+        id(value): value
+        for value in vars(module).values()
+        if isinstance(value, (Dataset, DataLoader))
+    }
     try:
         return copy.deepcopy(module, shared)
     except Exception as error:
@@ -158,14 +165,20 @@ class PlainOptimizer(OptimizerProxy):
         module: whose parameters `toggle_model` toggles.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[[Optimizer], None], module: TrainModule) -> None:
+    def __init__(
+        self, optimizer: Optimizer, before: Callable[[Optimizer], None], module: TrainModule
+    ) -> None:
         super().__init__(optimizer)
         self._before, self._module = before, module
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Step the optimizer."""
         self._before(self.optimizer)
-        return self.optimizer.step(**kwargs) if closure is None else self.optimizer.step(closure=closure, **kwargs)
+        return (
+            self.optimizer.step(**kwargs)
+            if closure is None
+            else self.optimizer.step(closure=closure, **kwargs)
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop this optimizer's gradients."""

@@ -55,18 +55,28 @@ def synced_norms(module: nn.Module) -> list[str]:
         >>> synced_norms(nn.Sequential(nn.BatchNorm1d(2), nn.SyncBatchNorm(2), nn.SyncBatchNorm(2).eval()))
         ['1']
     """
-    return [name for name, part in _norms(module) if isinstance(part, nn.SyncBatchNorm) and part.training]
+    return [
+        name
+        for name, part in _norms(module)
+        if isinstance(part, nn.SyncBatchNorm) and part.training
+    ]
 
 
 def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
-    found = [(canonical(name), part) for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    found = [
+        (canonical(name), part)
+        for name, part in module.named_modules()
+        if isinstance(part, _BatchNorm)
+    ]
     return [(name, part) for name, part in found if part.training or not part.track_running_stats]
 
 
 _Forward = Callable[[Tensor], Tensor]
 
 
-def join_norms(module: nn.Module, names: Collection[str], meet: Callable[[Tensor, _Forward], Tensor]) -> None:
+def join_norms(
+    module: nn.Module, names: Collection[str], meet: Callable[[Tensor, _Forward], Tensor]
+) -> None:
     """Let batch norms call ``meet`` with their input and their forward; ``meet`` returns their output."""
     for name, part in module.named_modules():
         if canonical(name) in names:
@@ -89,7 +99,9 @@ def joined(values: Sequence[Tensor], forward: _Forward) -> list[Tensor]:
     rows = torch.cat([value.flatten(0, -2) for value in last])
     outputs = forward(rows.reshape(*rows.shape, *[1] * (values[0].ndim - 2))).flatten(1)
     parts = torch.split(outputs, [value.shape[:-1].numel() for value in last])
-    return [part.reshape(value.shape).movedim(-1, 1) for part, value in zip(parts, last, strict=True)]
+    return [
+        part.reshape(value.shape).movedim(-1, 1) for part, value in zip(parts, last, strict=True)
+    ]
 
 
 def rows_of_shares(ids: Sequence[int], shares: Sequence[Sequence[int]]) -> list[Tensor] | None:
@@ -126,7 +138,9 @@ class DividedNorms:
                 # No hook of torch calls a forward several times.
                 vars(part)["forward"] = self._divided(canonical(name), part.forward)
 
-    def _divided(self, name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    def _divided(
+        self, name: str, forward: Callable[[Tensor], Tensor]
+    ) -> Callable[[Tensor], Tensor]:
         def run(value: Tensor) -> Tensor:
             rows = self.rows()
             if rows is None or sum(map(len, rows)) != len(value):

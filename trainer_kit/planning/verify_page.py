@@ -19,7 +19,12 @@ __all__ = ["write_page"]
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 720, 260, 64, 30, 12
 _SMALLEST: Final = 1e-17
 """Equal weights are drawn here: a logarithm has no zero."""
-_CLASSES: Final = {"ok": "finished", "differs": "failed", "note": "interrupted", "not checked": "soft"}
+_CLASSES: Final = {
+    "ok": "finished",
+    "differs": "failed",
+    "note": "interrupted",
+    "not checked": "soft",
+}
 _STYLE: Final = """
 main { max-width: 900px; } header { max-width: 900px; } footer { max-width: 900px; }
 .check { display: grid; grid-template-columns: 7em 8em 1fr; gap: 2px 14px; padding: 7px 14px;
@@ -65,7 +70,11 @@ def _page(verification: Verification) -> str:
         for check in verification.checks
     )
     found = "".join(f"<p>{escape(str(finding))}</p>" for finding in verification.findings)
-    differences = f'<div class="failure"><b>Differences, in the order of training</b>{found}</div>' if found else ""
+    differences = (
+        f'<div class="failure"><b>Differences, in the order of training</b>{found}</div>'
+        if found
+        else ""
+    )
     end = "" if found else '<p class="soft">all equal, as far as checked</p>'
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -96,15 +105,21 @@ def _figure(curve: Sequence[Point]) -> str:
     lines = []
     for exponent in range(low, high + 1, max(1, math.ceil((high - low) / 6))):
         y = place(0, 10.0**exponent)[1]
-        lines.append(f'<line class="grid-line" x1="{_LEFT}" x2="{_WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        lines.append(
+            f'<line class="grid-line" x1="{_LEFT}" x2="{_WIDTH - 16}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
         lines.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{exponent}</text>')
     for at in range(0, len(curve), max(1, math.ceil(len(curve) / 10))):
         x = place(at, 1.0)[0]
-        lines.append(f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{curve[at].step}</text>')
+        lines.append(
+            f'<text x="{x:.1f}" y="{_HEIGHT - 8}" text-anchor="middle">{curve[at].step}</text>'
+        )
     found = [place(at, point.difference) for at, point in enumerate(curve)]
     allowed = [place(at, point.allowed) for at, point in enumerate(curve)]
     for name, points in (("allowed", allowed), ("found", found)):
-        lines.append(f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>')
+        lines.append(
+            f'<polyline class="{name}" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
+        )
     lines += [f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in found]
     return (
         '<div class="panel plain"><div class="runs"><span class="k0"><i class="swatch"></i> largest relative difference'

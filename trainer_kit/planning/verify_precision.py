@@ -46,16 +46,26 @@ class Rounding:
 
 
 def measure_rounding(
-    exact: Mapping[str, Tensor], rounded: Mapping[str, Tensor], single: Mapping[str, Tensor], eps: float
+    exact: Mapping[str, Tensor],
+    rounded: Mapping[str, Tensor],
+    single: Mapping[str, Tensor],
+    eps: float,
 ) -> list[Rounding]:
     """The error of each gradient that is not small, in the order of the parameters."""
     norms = {name: float(torch.linalg.vector_norm(value.double())) for name, value in exact.items()}
     longest = max(norms.values(), default=0.0)
     errors = []
     for name, value in exact.items():
-        if name not in rounded or name not in single or norms[name] <= _SMALL * longest or value.numel() < 2:
+        if (
+            name not in rounded
+            or name not in single
+            or norms[name] <= _SMALL * longest
+            or value.numel() < 2
+        ):
             continue
-        true, low, plain = (tensor.double().flatten() for tensor in (value, rounded[name], single[name]))
+        true, low, plain = (
+            tensor.double().flatten() for tensor in (value, rounded[name], single[name])
+        )
         scale = float(low @ true) / norms[name] ** 2
         error = float(torch.linalg.vector_norm(low - true)) / norms[name]
         residual = float(torch.linalg.vector_norm(low - scale * true)) / norms[name]
@@ -64,7 +74,9 @@ def measure_rounding(
     return errors
 
 
-def excessive_rounding(exact: Record, rounded: Record, single: Record, eps: float, precision: str) -> Finding | None:
+def excessive_rounding(
+    exact: Record, rounded: Record, single: Record, eps: float, precision: str
+) -> Finding | None:
     """Name the gradient whose error in the precision of the run is far above what its dtype explains.
 
     The plain loop computes with the same wrong code, so a comparison with it shows nothing.

@@ -23,7 +23,14 @@ from trainer_kit.core.tensors import tensors_of
 from trainer_kit.data import Feed
 from trainer_kit.data.order import derive_seed
 from trainer_kit.planning.verify_loaders import retarget_samplers
-from trainer_kit.planning.verify_norms import DividedNorms, Shares, batch_norms, canonical, rows_of_shares, synced_norms
+from trainer_kit.planning.verify_norms import (
+    DividedNorms,
+    Shares,
+    batch_norms,
+    canonical,
+    rows_of_shares,
+    synced_norms,
+)
 from trainer_kit.planning.verify_operations import trace
 from trainer_kit.step.optimizers import LRSchedulerConfig
 from trainer_kit.training.session import Session
@@ -77,7 +84,8 @@ class Micro:
         """Compare the batch with what the step got."""
         after = list(tensors_of(batch))
         self.changed = len(after) == len(self.batch) and not all(
-            torch.equal(whole(value), before) for value, before in zip(after, self.batch, strict=True)
+            torch.equal(whole(value), before)
+            for value, before in zip(after, self.batch, strict=True)
         )
 
 
@@ -195,7 +203,9 @@ def watch(module: nn.Module, now: Callable[[], Micro | None], traced: str = "") 
     def forward(name: str, part: nn.Module, inputs: object, output: object) -> None:
         micro = now()
         watched = None if micro is None else micro.watched
-        if watched is None or torch._C._current_graph_task_id() != -1:  # in backward, a checkpoint computes again
+        if (
+            watched is None or torch._C._current_graph_task_id() != -1
+        ):  # in backward, a checkpoint computes again
             return
         call = watched.calls[name]
         watched.calls[name] += 1
@@ -266,7 +276,9 @@ class Recorder(Callback):
     def setup(self, trainer: Session, pl_module: TrainModule, stage: str) -> None:
         """Let passed samplers divide the data as under a launcher."""
         places, world = trainer.strategy.data, trainer.strategy.world
-        self.record.retargeted = retarget_samplers(self.loaders, places.rank, places.size, world.size)
+        self.record.retargeted = retarget_samplers(
+            self.loaders, places.rank, places.size, world.size
+        )
 
     def on_train_start(self, trainer: Session, pl_module: TrainModule) -> None:
         """Set the end of the fit, note how it divides its data, and register the hooks on modules."""
@@ -278,7 +290,11 @@ class Recorder(Callback):
         schedule = trainer.run.schedule
         schedule.max_epochs = schedule.max_duration = None
         schedule.max_steps, schedule.min_epochs, schedule.min_steps = self.steps, 0, 0
-        record.norms, record.synced, record.waiting = batch_norms(pl_module), synced_norms(pl_module), []
+        record.norms, record.synced, record.waiting = (
+            batch_norms(pl_module),
+            synced_norms(pl_module),
+            [],
+        )
         if pl_module.automatic_optimization:
             record.waiting = without_validation(trainer.lr_scheduler_configs)
         if self.shares is not None:
@@ -294,7 +310,9 @@ class Recorder(Callback):
         if self.watched:
             self._handles = list(watch(pl_module, lambda: self._now, self.traced))
 
-    def on_train_batch_start(self, trainer: Session, pl_module: TrainModule, batch: object, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: Session, pl_module: TrainModule, batch: object, batch_idx: int
+    ) -> None:
         """Record the batch."""
         step = trainer.progress.step
         self._at = (step, self._at[1] + 1 if self._at[0] == step else 0)
@@ -310,10 +328,19 @@ class Recorder(Callback):
 
     def _rows(self) -> list[Tensor] | None:
         ids = None if self._now is None else self._now.ids
-        return None if ids is None or self.shares is None else rows_of_shares(ids, self.shares.get(self._at, []))
+        return (
+            None
+            if ids is None or self.shares is None
+            else rows_of_shares(ids, self.shares.get(self._at, []))
+        )
 
     def on_train_batch_end(
-        self, trainer: Session, pl_module: TrainModule, outputs: object, batch: object, batch_idx: int
+        self,
+        trainer: Session,
+        pl_module: TrainModule,
+        outputs: object,
+        batch: object,
+        batch_idx: int,
     ) -> None:
         """Record the losses."""
         if self._now is not None:
@@ -321,7 +348,9 @@ class Recorder(Callback):
             self._now.note_changes(batch)
         self._now = None
 
-    def on_before_optimizer_step(self, trainer: Session, pl_module: TrainModule, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Session, pl_module: TrainModule, optimizer: Optimizer
+    ) -> None:
         """Record the gradients."""
         found = self.record.gradients.setdefault(trainer.progress.step, {})
         for group in optimizer.param_groups:
@@ -333,7 +362,10 @@ class Recorder(Callback):
     def on_train_step_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Record the weights; save a checkpoint where it is due."""
         step = trainer.progress.step - 1
-        state = {canonical(name): value for name, value in trainer.strategy.module_state(pl_module).items()}
+        state = {
+            canonical(name): value
+            for name, value in trainer.strategy.module_state(pl_module).items()
+        }
         found = {name: whole(value) for name, value in state.items() if isinstance(value, Tensor)}
         self.record.weights[step] = found
         self.record.local[step] = self._local(pl_module)
@@ -342,7 +374,11 @@ class Recorder(Callback):
 
     def _local(self, module: TrainModule) -> dict[str, Tensor]:
         tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
-        return {canonical(name): whole(value) for name, value in tensors if not isinstance(value, DTensor)}
+        return {
+            canonical(name): whole(value)
+            for name, value in tensors
+            if not isinstance(value, DTensor)
+        }
 
     def on_train_end(self, trainer: Session, pl_module: TrainModule) -> None:
         """Remove the hooks from modules; note whether anything was compiled."""
@@ -355,13 +391,17 @@ class Recorder(Callback):
 
         def log(metrics: Mapping[str, Any], step: int | None = None) -> None:
             values = {name: float(value) for name, value in metrics.items()}
-            self.record.logged.setdefault((trainer.progress.step if step is None else step) - 1, {}).update(values)
+            self.record.logged.setdefault(
+                (trainer.progress.step if step is None else step) - 1, {}
+            ).update(values)
 
         vars(trainer)["log_metrics"] = log
 
 
 def _compiled_frames() -> int:
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")  # nothing is compiled before it is imported
+    dynamo: Any = sys.modules.get(
+        "torch._dynamo.utils"
+    )  # nothing is compiled before it is imported
     return 0 if dynamo is None else int(dynamo.counters["frames"]["total"])
 
 
@@ -370,7 +410,9 @@ def without_validation(schedulers: Iterable[LRSchedulerConfig]) -> list[str]:
 
     The compared runs have no validation, and the one that has must not differ from them.
     """
-    monitors = [config for config in schedulers if config.reduce_on_plateau and config.monitor is not None]
+    monitors = [
+        config for config in schedulers if config.reduce_on_plateau and config.monitor is not None
+    ]
     found = [config for config in monitors if names_validation(str(config.monitor))]
     for config in monitors:
         config.strict = False
@@ -383,5 +425,7 @@ def losses_of(outputs: object) -> dict[str, Tensor]:
     """The losses in what ``training_step`` returned, by name."""
     found = outputs if isinstance(outputs, Mapping) else {"loss": outputs}
     return {
-        str(name): whole(value) for name, value in found.items() if isinstance(value, Tensor) and value.numel() == 1
+        str(name): whole(value)
+        for name, value in found.items()
+        if isinstance(value, Tensor) and value.numel() == 1
     }

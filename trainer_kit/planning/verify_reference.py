@@ -87,7 +87,11 @@ class _Rank:
 
     def step(self, batch: Any, number: int) -> Any:
         """Call ``training_step``, which may take no number."""
-        return self.module.training_step(batch, number) if self._numbered else self.module.training_step(batch)
+        return (
+            self.module.training_step(batch, number)
+            if self._numbered
+            else self.module.training_step(batch)
+        )
 
     def running(self) -> Micro | None:
         """The micro-batch that runs."""
@@ -129,7 +133,12 @@ class _Plain:
         watched: frozenset[int],
         traced: str,
     ) -> None:
-        self.module, self.settings, self.division, self.watched = module, trainer.settings, division, watched
+        self.module, self.settings, self.division, self.watched = (
+            module,
+            trainer.settings,
+            division,
+            watched,
+        )
         self.automatic, self.progress = module.automatic_optimization, Progress()
         strategy = SingleDeviceStrategy(pick_device(trainer.strategy.device.type, 0))
         strategy.start()
@@ -159,7 +168,9 @@ class _Plain:
         self.turns: Turns | None = None
         self.place, self.inputs, self.outputs = 0, list[Any](), list[Any]()
         self.scaled: list[list[tuple[list[nn.Parameter] | None, Tensor]]] = []
-        self.joins = division.places > 1 and self.automatic and (bool(division.synced) or division.joined)
+        self.joins = (
+            division.places > 1 and self.automatic and (bool(division.synced) or division.joined)
+        )
         if division.synced and division.places > 1:
             self.join()
         if division.places == division.world:
@@ -201,11 +212,15 @@ class _Plain:
             progress.epoch += 1
             sums = self.first.loop.metrics.epoch
             means = {name: total / weight for name, (total, weight) in sums.items() if weight}
-            self.schedule("epoch", progress.epoch, {**self.record.logged.get(progress.step - 1, {}), **means})
+            self.schedule(
+                "epoch", progress.epoch, {**self.record.logged.get(progress.step - 1, {}), **means}
+            )
             sums.clear()
             progress.epoch_batch = 0
             if progress.step == before:
-                raise DataError("the training loader has no batches", fix="pass a loader with samples")
+                raise DataError(
+                    "the training loader has no batches", fix="pass a loader with samples"
+                )
         return self.record
 
     def step(self, rows: list[Row]) -> None:
@@ -221,13 +236,21 @@ class _Plain:
         logs: dict[str, tuple[float, float]] = {}
         now: dict[str, float] = {}
         for index, (row, shares) in enumerate(zip(rows, weights, strict=True)):
-            run = self.manually if not self.automatic else self.jointly if self.joins else self.automatically
+            run = (
+                self.manually
+                if not self.automatic
+                else self.jointly
+                if self.joins
+                else self.automatically
+            )
             ended, found = run(row, (step, index), [weight / total for weight in shares])
             logs = {}
             for name, value, weight in found:
                 one, other = logs.get(name, (0.0, 0.0))
                 logs[name] = (one + value * weight, other + weight)
-            now = {name.removesuffix("_step"): value for name, value, _ in reversed(found)}  # of the first rank
+            now = {
+                name.removesuffix("_step"): value for name, value, _ in reversed(found)
+            }  # of the first rank
             progress.batch += 1
             progress.epoch_batch += 1
             with self.equal_buffers():
@@ -238,10 +261,14 @@ class _Plain:
                 progress.step += 1
                 self.end(ended)
         self.record.weights[step] = {
-            canonical(n): whole(v) for n, v in self.module.state_dict().items() if isinstance(v, Tensor)
+            canonical(n): whole(v)
+            for n, v in self.module.state_dict().items()
+            if isinstance(v, Tensor)
         }
         self.record.untrained[step] = self.untrained_values()
-        self.record.logged[step] = {name: value / weight for name, (value, weight) in logs.items() if weight}
+        self.record.logged[step] = {
+            name: value / weight for name, (value, weight) in logs.items() if weight
+        }
 
     def zero(self) -> None:
         """Drop the gradients of the last step, and its losses."""
@@ -249,7 +276,9 @@ class _Plain:
         for optimizer in self.made.optimizers:
             self.hook("on_before_zero_grad", optimizer)
             if self.first.owns("optimizer_zero_grad"):
-                self.module.optimizer_zero_grad(self.progress.epoch, self.progress.epoch_batch, optimizer)
+                self.module.optimizer_zero_grad(
+                    self.progress.epoch, self.progress.epoch_batch, optimizer
+                )
             else:
                 optimizer.zero_grad()
 
@@ -258,7 +287,9 @@ class _Plain:
         found = self.record.gradients.setdefault(step, {})
         if not self.automatic:
             return
-        found |= {self.names[id(p)]: whole(p.grad) for p in self.module.parameters() if p.grad is not None}
+        found |= {
+            self.names[id(p)]: whole(p.grad) for p in self.module.parameters() if p.grad is not None
+        }
         module, clip = self.module, self.settings.clip
         for optimizer in self.made.optimizers:
             self.hook("on_before_optimizer_step", optimizer)
@@ -268,7 +299,9 @@ class _Plain:
                 self.first.loop.clip_gradients(optimizer, None, None)
             if self.first.owns("optimizer_step"):
                 loss = sum(self.losses) if self.losses else None
-                module.optimizer_step(self.progress.epoch, self.progress.epoch_batch - 1, optimizer, lambda: loss)  # noqa: B023
+                batch = self.progress.epoch_batch - 1
+                closure = partial(_identity, loss)
+                module.optimizer_step(self.progress.epoch, batch, optimizer, closure)
             else:
                 optimizer.step()
         self.schedule("step", step + 1, now)
@@ -319,7 +352,9 @@ class _Plain:
             self.load_buffers(self.buffers[place])
             ended.append(self.micro(self.first, batch, ids, (*at, place), shares[place]))
             self.buffers[place] = self.read_buffers()
-            logged.extend((name, *found[-1]) for name, found in self.first.loop.metrics.found.items())
+            logged.extend(
+                (name, *found[-1]) for name, found in self.first.loop.metrics.found.items()
+            )
 
         self.turns.run(work)
         self.turns = None
@@ -374,7 +409,10 @@ class _Plain:
         self.inputs.append(tensors)
 
         def act() -> None:
-            self.outputs, self.inputs = [torch.stack(parts) for parts in zip(*self.inputs, strict=True)], []
+            self.outputs, self.inputs = (
+                [torch.stack(parts) for parts in zip(*self.inputs, strict=True)],
+                [],
+            )
 
         self.wait(turn, act)
         stacked = iter(self.outputs if sync_grads else [output.detach() for output in self.outputs])
@@ -397,10 +435,16 @@ class _Plain:
 
         turns.run(work)
         self.turns = None
-        found = [(name, *value[-1]) for rank in self.ranks for name, value in rank.loop.metrics.found.items()]
+        found = [
+            (name, *value[-1])
+            for rank in self.ranks
+            for name, value in rank.loop.metrics.found.items()
+        ]
         return [ended[place] for place in sorted(ended)], found
 
-    def micro(self, rank: _Rank, batch: Any, ids: Any, at: tuple[int, int, int], share: float) -> _Ended:
+    def micro(
+        self, rank: _Rank, batch: Any, ids: Any, at: tuple[int, int, int], share: float
+    ) -> _Ended:
         """One micro-batch of one rank; returns the arguments of ``on_train_batch_end``."""
         step, index, place = at
         number = step if self.division.counts_windows else self.progress.epoch_batch
@@ -418,7 +462,11 @@ class _Plain:
         now.note_changes(batch)
         if output is not None:
             now.loss = losses_of(output)
-            parts = [(parameters, loss * share) for parameters, loss in self.parts(output)] if self.automatic else []
+            parts = (
+                [(parameters, loss * share) for parameters, loss in self.parts(output)]
+                if self.automatic
+                else []
+            )
             self.losses += [scaled.detach() for _, scaled in parts]
             if self.joins:
                 self.scaled.append(parts)
@@ -465,7 +513,10 @@ class _Plain:
         rank.module.backward(loss, *rest, **options)
         if several:
             modules = [each.module for each in self.ranks]
-            turns.meet(place, lambda: add_gradients(modules, [self.earlier[one] for one in range(len(modules))]))
+            turns.meet(
+                place,
+                lambda: add_gradients(modules, [self.earlier[one] for one in range(len(modules))]),
+            )
         rank.hook("on_after_backward")
 
     def before_step(self, rank: _Rank, optimizer: Optimizer) -> None:
@@ -478,7 +529,9 @@ class _Plain:
         rank.hook("on_before_optimizer_step", optimizer)
         if rank is self.first:
             found = self.record.gradients.setdefault(self.progress.step, {})
-            held = [parameter for parameter in parameters_of(optimizer) if parameter.grad is not None]
+            held = [
+                parameter for parameter in parameters_of(optimizer) if parameter.grad is not None
+            ]
             found |= {self.names[id(parameter)]: whole(parameter.grad) for parameter in held}
 
     def read_buffers(self) -> dict[str, Tensor]:
@@ -489,7 +542,11 @@ class _Plain:
 
     def untrained(self) -> list[tuple[str, Tensor]]:
         """Buffers, and parameters without gradients, such as those of a teacher, with their names."""
-        frozen = [(name, value) for name, value in self.module.named_parameters() if not value.requires_grad]
+        frozen = [
+            (name, value)
+            for name, value in self.module.named_parameters()
+            if not value.requires_grad
+        ]
         return [*self.module.named_buffers(), *frozen]
 
     def share_buffers(self) -> None:
@@ -505,17 +562,22 @@ class _Plain:
         """The untrained values of each place, by canonical name."""
         if not self.automatic:
             return [
-                {canonical(name): whole(value) for name, value in rank.module.named_buffers()} for rank in self.ranks
+                {canonical(name): whole(value) for name, value in rank.module.named_buffers()}
+                for rank in self.ranks
             ]
         if self.division.places == 1:
             return [{canonical(name): whole(value) for name, value in self.untrained()}]
-        return [{canonical(name): value for name, value in values.items()} for values in self.buffers]
+        return [
+            {canonical(name): value for name, value in values.items()} for values in self.buffers
+        ]
 
     def load_buffers(self, values: dict[str, Tensor]) -> None:
         """Give the module a rank's buffers."""
         for name, buffer in self.untrained():
             if name in values and values[name].shape == buffer.shape:
-                buffer.data.copy_(values[name])  # also after a forward: backward uses no running statistics
+                buffer.data.copy_(
+                    values[name]
+                )  # also after a forward: backward uses no running statistics
 
     @contextmanager
     def equal_buffers(self) -> Iterator[None]:
@@ -538,7 +600,16 @@ class _Plain:
 def _draws() -> tuple[object, ...]:
     """The state of every global generator, as values that compare."""
     _, keys, position, *_ = np.random.get_state(legacy=True)
-    return random.getstate(), np.asarray(keys).tobytes(), position, torch.get_rng_state().numpy().tobytes()
+    return (
+        random.getstate(),
+        np.asarray(keys).tobytes(),
+        position,
+        torch.get_rng_state().numpy().tobytes(),
+    )
+
+
+def _identity(loss: object) -> object:
+    return loss
 
 
 def _check(made: Optimizers) -> None:

@@ -32,7 +32,13 @@ from trainer_kit.core.seed import preserved_rng
 from trainer_kit.data import Feed
 from trainer_kit.launch.processes import run_forked
 from trainer_kit.planning.local_ranks import run_local
-from trainer_kit.planning.verify_loaders import Division, divides_itself, feeds_of, place_loaders, rows_of
+from trainer_kit.planning.verify_loaders import (
+    Division,
+    divides_itself,
+    feeds_of,
+    place_loaders,
+    rows_of,
+)
 from trainer_kit.planning.verify_norms import Shares
 from trainer_kit.planning.verify_recorder import Record, Recorder, makes_batches
 from trainer_kit.planning.verify_reference import plain_loop
@@ -75,13 +81,18 @@ def locked_directory() -> Iterator[Path]:
         return
     parent = Path(tempfile.gettempdir())
     for other in parent.glob(f"{_PREFIX}*"):
-        with suppress(OSError), _opened(other) as descriptor:  # locked, of another user, or already removed
+        with (
+            suppress(OSError),
+            _opened(other) as descriptor,
+        ):  # locked, of another user, or already removed
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(other, ignore_errors=True)
     made = Path(tempfile.mkdtemp(prefix="trainer_kit-new-"))
     with _opened(made) as descriptor:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
-        directory = made.rename(parent / made.name.replace("trainer_kit-new-", _PREFIX))  # only now others look at it
+        directory = made.rename(
+            parent / made.name.replace("trainer_kit-new-", _PREFIX)
+        )  # only now others look at it
         try:
             yield directory
         finally:
@@ -124,7 +135,12 @@ class Runs:
         local: bool = False,
     ) -> None:
         self.trainer, self.module, self.datamodule, self.local = trainer, module, datamodule, local
-        self.loaders, self.val_loaders, self.steps, self.directory = loaders, val_loaders, steps, directory
+        self.loaders, self.val_loaders, self.steps, self.directory = (
+            loaders,
+            val_loaders,
+            steps,
+            directory,
+        )
         self._count = 0
         self._grouped = self._joined = self._eager = False
         self._built = is_overridden("configure_model", module, TrainModule)
@@ -133,7 +149,9 @@ class Runs:
     def validates(self) -> bool:
         """Whether there is a loader of validation."""
         owners = [owner for owner in (self.datamodule, self.module) if owner is not None]
-        return self.val_loaders is not None or any(is_overridden("val_dataloader", one, DataHooks) for one in owners)
+        return self.val_loaders is not None or any(
+            is_overridden("val_dataloader", one, DataHooks) for one in owners
+        )
 
     def run_without_compiler(self) -> None:
         """Run compiled code as it is written from now on: compiled random layers draw other numbers."""
@@ -146,7 +164,9 @@ class Runs:
 
     def start(self) -> None:
         """Write the weights that every run starts from, where the module builds its layers in ``configure_model``."""
-        importlib.import_module("torch._dynamo")  # optimizers import it: once here, not in every process
+        importlib.import_module(
+            "torch._dynamo"
+        )  # optimizers import it: once here, not in every process
 
         if not self._built:
             return
@@ -155,7 +175,11 @@ class Runs:
             own._attach(PlainTrainer(own.trainer, Progress(), self.trainer.processes))
             own._prepare_data()
             build_once(own.module)
-            state = {name: value for name, value in own.module.state_dict().items() if isinstance(value, Tensor)}
+            state = {
+                name: value
+                for name, value in own.module.state_dict().items()
+                if isinstance(value, Tensor)
+            }
             write_checkpoint(self.directory / _START, {"model": state})
 
         self._run(build, 1)
@@ -224,7 +248,12 @@ class Runs:
         return self._records(rank, 1 if alone is not None else self.trainer.processes, directory)
 
     def _trial(
-        self, validates: bool, reproducible: bool, batch_size: int | None, alone: bool, compiled: bool
+        self,
+        validates: bool,
+        reproducible: bool,
+        batch_size: int | None,
+        alone: bool,
+        compiled: bool,
     ) -> Session:
         """A Trainer of this rank that writes nothing and runs only these steps."""
         given = self.trainer
@@ -241,9 +270,14 @@ class Runs:
         trainer = given.for_trial(settings)
         trainer.environment = Environment.detect()
         trainer.processes = trainer.environment.local_world_size
-        trainer.strategy.device = pick_device(given.strategy.device.type, trainer.environment.local_rank)
+        trainer.strategy.device = pick_device(
+            given.strategy.device.type, trainer.environment.local_rank
+        )
         if alone:
-            trainer.strategy, trainer.sharded_alternative = SingleDeviceStrategy(trainer.strategy.device), None
+            trainer.strategy, trainer.sharded_alternative = (
+                SingleDeviceStrategy(trainer.strategy.device),
+                None,
+            )
         if not compiled:
             trainer.compile_options = None
         trainer.files = RunFiles(
@@ -308,7 +342,9 @@ class Runs:
                 whole = size * division.places * window
                 trainer.settings = replace(trainer.settings, global_batch_size=whole)
             alone, _ = feeds_of(trainer, loaders[:1], replace(division, places=1))
-            record.plan = _read(alone[0], self.steps * window * many, length.limit and length.limit * many)
+            record.plan = _read(
+                alone[0], self.steps * window * many, length.limit and length.limit * many
+            )
             torch.save(record, directory / "0")
 
         return self._single(read, division).plan
@@ -392,7 +428,9 @@ class Runs:
         directory.mkdir()
         return directory
 
-    def _records(self, fn: Callable[[Runs, int], None], ranks: int, directory: Path) -> list[Record]:
+    def _records(
+        self, fn: Callable[[Runs, int], None], ranks: int, directory: Path
+    ) -> list[Record]:
         if ranks == 1 or self.local:  # threads are named by those who give them turns
             self._run(fn, ranks)
         else:
@@ -439,16 +477,18 @@ class Runs:
         counting = self._counting()
         memo: dict[int, Any] = {id(vars(self.module).get("_trainer")): None, id(given): own.trainer}
         try:
-            own.module, own.loaders, own.val_loaders, own.datamodule, strategies, callbacks = deepcopy(
-                (
-                    self.module,
-                    self.loaders,
-                    self.val_loaders,
-                    self.datamodule,
-                    (given.strategy, given.sharded_alternative),
-                    counting,
-                ),
-                memo,
+            own.module, own.loaders, own.val_loaders, own.datamodule, strategies, callbacks = (
+                deepcopy(
+                    (
+                        self.module,
+                        self.loaders,
+                        self.val_loaders,
+                        self.datamodule,
+                        (given.strategy, given.sharded_alternative),
+                        counting,
+                    ),
+                    memo,
+                )
             )
         except Exception as error:  # of any class: user code decides how a copy is made
             raise ConfigurationError(
@@ -485,7 +525,9 @@ def _read_places(feeds: Sequence[Feed], batches: int, limit: int | None) -> list
     epoch = 0
     while batches > 0:
         before = batches
-        for row in islice(rows_of(list(feeds), epoch), batches if limit is None else min(batches, limit)):
+        for row in islice(
+            rows_of(list(feeds), epoch), batches if limit is None else min(batches, limit)
+        ):
             for _, _, ids in row:
                 if ids is None:
                     return None
@@ -501,7 +543,9 @@ def _read_epoch(feed: Feed, epoch: int, limit: int | None) -> list[int] | None:
     """The first indices of an epoch."""
     feed.record_indices()
     order: list[int] = []
-    for _ in islice(feed.epoch(epoch), _EPOCH_BATCHES if limit is None else min(limit, _EPOCH_BATCHES)):
+    for _ in islice(
+        feed.epoch(epoch), _EPOCH_BATCHES if limit is None else min(limit, _EPOCH_BATCHES)
+    ):
         ids = feed.next_indices()
         if ids is None:
             return None

@@ -56,7 +56,9 @@ def differing_state(run: list[Record], other: list[Record], step: int) -> list[s
     """The names of attributes, then of buffers and weights, that two runs have differently after a step."""
     for record, second in zip(run, other, strict=True):
         attributes, others = record.attributes.get(step, {}), second.attributes.get(step, {})
-        names = [name for name in {**attributes, **others} if attributes.get(name) != others.get(name)]
+        names = [
+            name for name in {**attributes, **others} if attributes.get(name) != others.get(name)
+        ]
         tensors, second_tensors = record.local.get(step, {}), second.local.get(step, {})
         differing = [
             name

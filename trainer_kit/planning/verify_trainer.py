@@ -35,7 +35,12 @@ class Logs:
     def log(self, name: str, value: Any, *options: Any) -> None:
         """See `TrainModule.log`: (prog_bar, logger, on_step, on_epoch, reduce_fx, sync, add, batch_size, rank_zero)."""
         _, logger, on_step, on_epoch, reduce_fx, sync, _, batch_size, rank_zero = options
-        if reduce_fx != "mean" or not sync or rank_zero or not isinstance(value, (int, float, Tensor)):
+        if (
+            reduce_fx != "mean"
+            or not sync
+            or rank_zero
+            or not isinstance(value, (int, float, Tensor))
+        ):
             return
         weight = self.weight if batch_size is None else float(batch_size)
         if on_epoch:
@@ -43,7 +48,9 @@ class Logs:
                 total, weights = self.epoch.get(one, (0.0, 0.0))
                 self.epoch[one] = (total + float(value) * weight, weights + weight)
         if logger is not False and on_step is not False:
-            self.found.setdefault(f"{name}_step" if on_epoch else name, []).append((float(value), weight))
+            self.found.setdefault(f"{name}_step" if on_epoch else name, []).append(
+                (float(value), weight)
+            )
 
 
 @final

@@ -56,12 +56,20 @@ class WaitWatch:
         position = find_position(sys._current_frames().get(threading.main_thread().ident or 0))
         if position.frames != self._frames or not position.call or position.debugged:
             self._frames, self._since = position.frames, now
-        waits = {"call": position.call, "place": position.place, "seconds": now - self._since, "at": now}
+        waits = {
+            "call": position.call,
+            "place": position.place,
+            "seconds": now - self._since,
+            "at": now,
+        }
         replace_file(self._file(self.rank), json.dumps(waits).encode())
         if now - self._since < _PATIENCE:
             return
         others = [json.loads(self._file(rank).read_text()) for rank in range(self.ranks)]
-        stuck = all(each["seconds"] >= _PATIENCE - _INTERVAL and now - each["at"] < _PATIENCE for each in others)
+        stuck = all(
+            each["seconds"] >= _PATIENCE - _INTERVAL and now - each["at"] < _PATIENCE
+            for each in others
+        )
         if stuck and len({(each["call"], each["place"]) for each in others}) > 1:
             replace_file(self.directory / _VERDICT, json.dumps(others).encode())
             os._exit(_EXIT_CODE)
@@ -84,7 +92,9 @@ def raise_verdict(directory: Path, error: BaseException) -> None:
     if not file.exists():
         return
     waits: list[dict[str, Any]] = json.loads(file.read_text())
-    lines = [f"rank {rank} waits in {each['call']} {each['place']}" for rank, each in enumerate(waits)]
+    lines = [
+        f"rank {rank} waits in {each['call']} {each['place']}" for rank, each in enumerate(waits)
+    ]
     raise RankError(
         "the ranks do not call the same collectives",
         found="; ".join(lines),

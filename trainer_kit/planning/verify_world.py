@@ -41,10 +41,14 @@ def same_samples(alone: Record, exact: Record, shares: Shares, step: int) -> boo
             continue
         for place, share in enumerate(rows):
             other = exact.micros.get((step, index * len(rows) + place))
-            for mine, theirs in zip(micro.batch, [] if other is None else other.batch, strict=False):
+            for mine, theirs in zip(
+                micro.batch, [] if other is None else other.batch, strict=False
+            ):
                 if not mine.ndim or len(mine) != len(micro.ids or ()):
                     continue
-                if mine[share].shape != theirs.shape or not same_bits(mine[share], theirs.to(mine.dtype)):
+                if mine[share].shape != theirs.shape or not same_bits(
+                    mine[share], theirs.to(mine.dtype)
+                ):
                     return False
     return True
 
@@ -67,10 +71,22 @@ def depends(alone: Record, judge: Judge, shares: Shares, step: int) -> Finding:
                 one = judge.exact.micros.get((step, index * len(rows) + place))
                 other = judge.rounded.micros.get((step, index * len(rows) + place))
                 exact = None if one is None or one.watched is None else one.watched.outputs.get(key)
-                rounded = None if other is None or other.watched is None else other.watched.outputs.get(key)
-                if exact is None or rounded is None or not found.ndim or len(found) != sum(map(len, rows)):
+                rounded = (
+                    None
+                    if other is None or other.watched is None
+                    else other.watched.outputs.get(key)
+                )
+                if (
+                    exact is None
+                    or rounded is None
+                    or not found.ndim
+                    or len(found) != sum(map(len, rows))
+                ):
                     continue
-                if exact.shape == found[share].shape and judge.excess(found[share], exact, rounded) > 1:
+                if (
+                    exact.shape == found[share].shape
+                    and judge.excess(found[share], exact, rounded) > 1
+                ):
                     return Finding(
                         kind="layout",
                         step=step,
@@ -89,7 +105,11 @@ def depends(alone: Record, judge: Judge, shares: Shares, step: int) -> Finding:
 
 def _losses(alone: Record, exact: Record, step: int) -> str:
     one = next((micro.loss for at, micro in alone.micros.items() if at == (step, 0)), {})
-    ranks = [micro.loss for (at, index), micro in exact.micros.items() if at == step and index < exact.places]
+    ranks = [
+        micro.loss
+        for (at, index), micro in exact.micros.items()
+        if at == step and index < exact.places
+    ]
     name = next(iter(one), None)
     if name is None or any(name not in loss for loss in ranks):
         return ""
@@ -99,7 +119,9 @@ def _losses(alone: Record, exact: Record, step: int) -> str:
 def _hint(alone: Record) -> str:
     tokens = "a mean over tokens needs loss_weight, which returns their number"
     pairs = "a loss over pairs of samples needs those of all ranks: torch.distributed.nn.functional.all_gather"
-    masked = any(bool((value == _IGNORED).any()) for micro in alone.micros.values() for value in micro.batch)
+    masked = any(
+        bool((value == _IGNORED).any()) for micro in alone.micros.values() for value in micro.batch
+    )
     return tokens if masked else f"{pairs}; {tokens}"
 
 

@@ -60,7 +60,9 @@ def make_precision(name: str | int, device_type: str | None = None) -> Precision
         return native_precision(word, device_type)
     if word not in _VENDORS:
         # Lightning's words have no letters before 16 and 32; by spelling alone "fp16-mixed" is closest to "bf16-mixed".
-        meant = re.sub(r"^(fp|float|f)(?=16|32|64)", "", word.replace("bfloat", "bf").replace("_", "-"))
+        meant = re.sub(
+            r"^(fp|float|f)(?=16|32|64)", "", word.replace("bfloat", "bf").replace("_", "-")
+        )
         fix = f"did you mean {meant!r}?" if meant in NAMES else did_you_mean(word, WORDS)
         raise PrecisionError(f"unknown precision {str(name)!r}", fix=fix)
     return _VENDORS[word](word)

@@ -16,8 +16,13 @@ from trainer_kit.precision.native import NativePrecision
 
 __all__ = ["BitsandbytesPrecision"]
 
-_BLOCK, _NESTED_BLOCK = 64, 256  # weights that share a maximum, and maxima that share one; bitsandbytes' defaults
-_OUTLIER: Final = 6.0  # inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022
+_BLOCK, _NESTED_BLOCK = (
+    64,
+    256,
+)  # weights that share a maximum, and maxima that share one; bitsandbytes' defaults
+_OUTLIER: Final = (
+    6.0  # inputs beyond this are multiplied in float16; Dettmers et al., LLM.int8(), 2022
+)
 
 
 @final
@@ -58,7 +63,9 @@ class BitsandbytesPrecision(ConvertedPrecision):
         exceptions: Exceptions = (),
     ) -> None:
         if mode not in _MODES:
-            raise PrecisionError(f"bitsandbytes has no mode {mode!r}", fix=f"use one of: {', '.join(_MODES)}")
+            raise PrecisionError(
+                f"bitsandbytes has no mode {mode!r}", fix=f"use one of: {', '.join(_MODES)}"
+            )
         super().__init__(mode, base, exceptions)
         self.exceptions = {**except_modules(ignore_modules), **self.exceptions}
         _import()
@@ -77,14 +84,25 @@ class BitsandbytesPrecision(ConvertedPrecision):
             PrecisionError: there is nothing to quantise, or a weight is shared.
         """
         trains = self.mode == "int8-training"
-        linear = {n: p for n, p in module.named_modules() if type(p) is nn.Linear and n and not is_excepted(n, exempt)}
-        wanted = {name: part for name, part in linear.items() if part.weight.requires_grad == trains}
-        if not wanted and not any(isinstance(part, (_Frozen, _OnTheFly)) for part in module.modules()):
+        linear = {
+            n: p
+            for n, p in module.named_modules()
+            if type(p) is nn.Linear and n and not is_excepted(n, exempt)
+        }
+        wanted = {
+            name: part for name, part in linear.items() if part.weight.requires_grad == trains
+        }
+        if not wanted and not any(
+            isinstance(part, (_Frozen, _OnTheFly)) for part in module.modules()
+        ):
             kind = "trainable" if trains else "frozen"
             raise PrecisionError(
                 f"precision {self.mode!r} found no layer to quantise: no linear layer is {kind}",
-                found=f"{len(linear)} linear layers" + (f", such as {next(iter(linear))!r}" if linear else ""),
-                fix="train some" if trains else "freeze the base, module.requires_grad_(False), before adding adapters",
+                found=f"{len(linear)} linear layers"
+                + (f", such as {next(iter(linear))!r}" if linear else ""),
+                fix="train some"
+                if trains
+                else "freeze the base, module.requires_grad_(False), before adding adapters",
             )
         refuse_shared(module, wanted, f"precision {self.mode!r}")
         for name, part in wanted.items():
@@ -103,7 +121,9 @@ class _Frozen(nn.Linear, ABC):
         self.train(layer.training)
         weight = layer.weight.detach()
         # On the meta device, for weights of another rank, only shapes matter.
-        parts = self.parts(torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight)
+        parts = self.parts(
+            torch.zeros(weight.shape, dtype=weight.dtype) if weight.is_meta else weight
+        )
         for name, part in parts.items():
             made = part.to("meta") if weight.is_meta else part
             self.register_parameter(name, nn.Parameter(made, requires_grad=False))
@@ -121,7 +141,11 @@ class _Frozen(nn.Linear, ABC):
         # `.to(dtype)` casts the bias only: quantised weights and scales keep their dtype.
         def moved(tensor: Tensor) -> Tensor:
             made = fn(tensor)
-            return made if tensor is self.bias or made.dtype == tensor.dtype else tensor.to(made.device)
+            return (
+                made
+                if tensor is self.bias or made.dtype == tensor.dtype
+                else tensor.to(made.device)
+            )
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
@@ -157,8 +181,17 @@ class _Linear4bit(_Frozen):
     code: Tensor
     code2: Tensor | None
 
-    def __init__(self, layer: nn.Linear, dtype: torch.dtype | None, kind: str, nested: bool) -> None:
-        self.__dict__.update(kind=kind, nested=nested, compute=dtype, stored=layer.weight.dtype, code=None, code2=None)
+    def __init__(
+        self, layer: nn.Linear, dtype: torch.dtype | None, kind: str, nested: bool
+    ) -> None:
+        self.__dict__.update(
+            kind=kind,
+            nested=nested,
+            compute=dtype,
+            stored=layer.weight.dtype,
+            code=None,
+            code2=None,
+        )
         super().__init__(layer)
 
     @property
@@ -167,7 +200,10 @@ class _Linear4bit(_Frozen):
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
         packed, state = _import().functional.quantize_4bit(
-            weight.contiguous(), blocksize=_BLOCK, compress_statistics=self.nested, quant_type=self.kind
+            weight.contiguous(),
+            blocksize=_BLOCK,
+            compress_statistics=self.nested,
+            quant_type=self.kind,
         )
         self.__dict__.update(code=state.code)
         # The name tells nf4 from fp4, which have the same shapes.
@@ -181,7 +217,10 @@ class _Linear4bit(_Frozen):
         bnb = _import()
         device = self.weight.device
         if self.code.device != device:
-            self.__dict__.update(code=self.code.to(device), code2=None if self.code2 is None else self.code2.to(device))
+            self.__dict__.update(
+                code=self.code.to(device),
+                code2=None if self.code2 is None else self.code2.to(device),
+            )
         second = offset = None
         if self.nested:
             second = bnb.functional.QuantState(
@@ -216,11 +255,20 @@ class _Linear8bit(_Frozen):
         return "int8"
 
     def parts(self, weight: Tensor) -> dict[str, Tensor]:
-        rows, scales, _ = _import().functional.int8_vectorwise_quant(weight.contiguous().to(torch.float16))
+        rows, scales, _ = _import().functional.int8_vectorwise_quant(
+            weight.contiguous().to(torch.float16)
+        )
         return {"weight": rows, "scales": scales}
 
     def forward(self, input: Tensor) -> Tensor:
-        return _multiply(self, input, CB=self.weight, SCB=self.scales, has_fp16_weights=False, threshold=self.threshold)
+        return _multiply(
+            self,
+            input,
+            CB=self.weight,
+            SCB=self.scales,
+            has_fp16_weights=False,
+            threshold=self.threshold,
+        )
 
 
 @final
@@ -247,7 +295,9 @@ def _multiply(layer: nn.Linear, input: Tensor, **options: Any) -> Tensor:
         # bitsandbytes multiplies under autocast, but its backward runs outside: both must have the same dtype.
         input = input.to(torch.get_autocast_dtype(kind))
     bias = None if layer.bias is None else layer.bias.to(input.dtype)
-    flat = input.reshape(-1, input.shape[-1])  # bitsandbytes computes gradients of weights for two dimensions only
+    flat = input.reshape(
+        -1, input.shape[-1]
+    )  # bitsandbytes computes gradients of weights for two dimensions only
     output: Tensor = bnb.matmul(flat, layer.weight, bias=bias, state=state)
     return output.reshape(*input.shape[:-1], layer.out_features)
 

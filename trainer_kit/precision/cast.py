@@ -11,7 +11,9 @@ from torch import Tensor, nn
 __all__ = ["cast_module"]
 
 
-def cast_module(module: nn.Module, dtype: torch.dtype, excepted: Collection[nn.Module] = ()) -> None:
+def cast_module(
+    module: nn.Module, dtype: torch.dtype, excepted: Collection[nn.Module] = ()
+) -> None:
     """Cast the floating-point parameters and buffers of a module, in place.
 
     The states of a metric are no weights: they are sums over many batches, which bfloat16 would round. ``half`` and
@@ -30,7 +32,11 @@ def cast_module(module: nn.Module, dtype: torch.dtype, excepted: Collection[nn.M
     unchanged = {id(tensor) for outer in excepted for tensor in _tensors_in(outer)}
 
     def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and id(tensor) not in unchanged else tensor
+        return (
+            tensor.to(dtype)
+            if tensor.is_floating_point() and id(tensor) not in unchanged
+            else tensor
+        )
 
     for part in module.modules():
         if id(part) in excluded:

@@ -14,7 +14,12 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import PrecisionError
 from trainer_kit.precision.exceptions import Exceptions, call_layers, except_modules, excepted
-from trainer_kit.precision.native import NativePrecision, native_precision, note_layers, refuse_layers
+from trainer_kit.precision.native import (
+    NativePrecision,
+    native_precision,
+    note_layers,
+    refuse_layers,
+)
 from trainer_kit.precision.precision import Precision
 
 __all__ = ["ConvertedPrecision", "QuantizedLayer", "refuse_shared", "vendor_module"]
@@ -70,7 +75,9 @@ class ConvertedPrecision(Precision):
         refuse_layers(module, self.name, options)
         self.exchange(module, [name for name, _, _ in found])
         note_layers(module, self.name, options)
-        self.base.convert_with(module, [(n, part, given) for n, part, given in found if given is not None])
+        self.base.convert_with(
+            module, [(n, part, given) for n, part, given in found if given is not None]
+        )
         call_layers(module, lambda part: True)
 
     def kept_modules(self, module: nn.Module) -> list[nn.Module]:

@@ -26,7 +26,12 @@ __all__ = [
     "refuse_ties",
 ]
 
-DTYPES: Final = {"64": torch.float64, "32": torch.float32, "bf16": torch.bfloat16, "16": torch.float16}
+DTYPES: Final = {
+    "64": torch.float64,
+    "32": torch.float32,
+    "bf16": torch.bfloat16,
+    "16": torch.float16,
+}
 
 
 @final
@@ -74,7 +79,9 @@ def except_modules(exceptions: Exceptions) -> dict[str, ModulePrecision | None]:
     for pattern, given in exceptions.items():
         if isinstance(given, str):
             if given not in DTYPES:
-                raise PrecisionError(f"unknown dtype {given!r} for {pattern!r}", fix=did_you_mean(given, DTYPES))
+                raise PrecisionError(
+                    f"unknown dtype {given!r} for {pattern!r}", fix=did_you_mean(given, DTYPES)
+                )
             given = DTYPES[given]
         made[pattern] = ModulePrecision(given) if isinstance(given, torch.dtype) else given
     return made
@@ -93,7 +100,9 @@ def excepted(
     for name, part in module.named_modules():
         if not name:
             continue
-        matching = [p for p in exceptions if fnmatchcase(name, p) or fnmatchcase(type(part).__name__, p)]
+        matching = [
+            p for p in exceptions if fnmatchcase(name, p) or fnmatchcase(type(part).__name__, p)
+        ]
         unused.difference_update(matching)
         if matching and not any(name.startswith(f"{outer}.") for outer in inside):
             inside.append(name)

@@ -80,7 +80,8 @@ class NativePrecision(Precision):
         refuse_layers(module, self.name)
         found = excepted(module, self.exceptions)
         self.convert_with(
-            module, [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found]
+            module,
+            [(name, part, given or ModulePrecision(torch.float32)) for name, part, given in found],
         )
 
     @abstractmethod
@@ -142,7 +143,9 @@ class TruePrecision(NativePrecision):
         for _, part, given in found:
             cast_module(part, given.dtype)
         # The layer after an exception expects the dtype of the rest.
-        modules = [(part, given.dtype, given.output_dtype or self.dtype) for _, part, given in found]
+        modules = [
+            (part, given.dtype, given.output_dtype or self.dtype) for _, part, given in found
+        ]
         apply_exceptions(module, modules, _DefaultDtype)
 
     def convert_batch(self, batch: Any) -> Any:
@@ -218,7 +221,9 @@ class MixedPrecision(NativePrecision):
         self.reduce_dtype = torch.float32
         self.scales = self.skips = dtype is torch.float16
         if scaler is not None and not self.scales:
-            raise PrecisionError("bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out')
+            raise PrecisionError(
+                "bfloat16 needs no gradient scaler", fix='use "16-mixed", or leave the scaler out'
+            )
         self.scaler = scaler or (make_scaler(self.device_type) if self.scales else None)
         # By the id of an optimizer:
         self._seen: dict[int, list[_SeenOptimizer]] = {}
@@ -250,7 +255,9 @@ class MixedPrecision(NativePrecision):
             if given.dtype is torch.float64:
                 cast_module(part, torch.float64)
         apply_exceptions(
-            module, [(part, given.dtype, given.output_dtype) for _, part, given in found], self._exception_context
+            module,
+            [(part, given.dtype, given.output_dtype) for _, part, given in found],
+            self._exception_context,
         )
 
     def _exception_context(self, dtype: torch.dtype) -> AbstractContextManager[Any]:
@@ -265,7 +272,9 @@ class MixedPrecision(NativePrecision):
     def _is_over(self) -> bool:
         """Whether the previous step has ended without `end_step`: taken, or abandoned and its gradients dropped."""
         waiting = (self._unscaled | self._left) - self._stepped
-        return self._looked and not any(has_gradients(self._seen[o][0].optimizer) for o in waiting if o in self._seen)
+        return self._looked and not any(
+            has_gradients(self._seen[o][0].optimizer) for o in waiting if o in self._seen
+        )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """The loss times the scale, which is adapted first if the previous step has ended (manual optimization)."""
@@ -287,7 +296,9 @@ class MixedPrecision(NativePrecision):
                     first = next(p for group in optimizer.param_groups for p in group["params"])
                     self.scaler.scale(torch.zeros((), device=first.device))
                 seen = self._seen.get(id(optimizer))
-                if seen is None or seen[0].groups != len(optimizer.param_groups):  # new groups may be divided otherwise
+                if seen is None or seen[0].groups != len(
+                    optimizer.param_groups
+                ):  # new groups may be divided otherwise
                     _refuse_half_gradients(optimizer, self.name)
                     seen = self._seen[id(optimizer)] = _seen_optimizers(optimizer)
                 for one in seen:
@@ -391,7 +402,9 @@ def native_precision(name: str, device_type: str | None = None) -> MixedPrecisio
     if name not in NAMES:
         raise PrecisionError(f"unknown precision {name!r}", fix=did_you_mean(name, NAMES))
     bits, kind = NAMES[name].split("-")
-    return TruePrecision(DTYPES[bits]) if kind == "true" else MixedPrecision(DTYPES[bits], device_type)
+    return (
+        TruePrecision(DTYPES[bits]) if kind == "true" else MixedPrecision(DTYPES[bits], device_type)
+    )
 
 
 # -- overflows ------------------------------------------------------------------------------------------------------
@@ -450,7 +463,9 @@ def _seen_optimizers(optimizer: Optimizer) -> list[_SeenOptimizer]:
     kinds: dict[Any, set[Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            whole = tuple(placement.is_replicate() for placement in getattr(parameter, "placements", ()))
+            whole = tuple(
+                placement.is_replicate() for placement in getattr(parameter, "placements", ())
+            )
             kinds.setdefault((getattr(parameter, "device_mesh", None), whole), set()).add(parameter)
     return [_SeenOptimizer(optimizer, kind if len(kinds) > 1 else None) for kind in kinds.values()]
 
@@ -513,7 +528,8 @@ def refuse_layers(module: nn.Module, name: str, options: str | None = None) -> N
         if was is not None and was != (name, options):
             raise PrecisionError(
                 "an earlier precision replaced layers of this module permanently",
-                found=f"{was[0]!r}, and now {name!r}" + (" with other options" if was[0] == name else ""),
+                found=f"{was[0]!r}, and now {name!r}"
+                + (" with other options" if was[0] == name else ""),
                 fix="build the module again, and load its weights; or keep the earlier precision",
             )
 

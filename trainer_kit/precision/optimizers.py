@@ -14,7 +14,18 @@ from trainer_kit.core.registry import OPTIMIZERS
 
 __all__ = ["from_parts", "make_optimizer", "to_parts", "why_not_divided"]
 
-for _name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "SGD"):
+for _name in (
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "LBFGS",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
+    "SGD",
+):
     OPTIMIZERS.supply(_name.lower(), f"torch.optim:{_name}")
 for _name in ("Adagrad", "Adam", "AdamW", "AdEMAMix", "LAMB", "LARS", "Lion", "RMSprop", "SGD"):
     OPTIMIZERS.supply(f"{_name.lower()}8bit", f"bitsandbytes.optim:{_name}8bit")
@@ -57,10 +68,14 @@ def make_optimizer(name: str, params: Iterable[Any], **options: Any) -> Optimize
     try:
         kind = OPTIMIZERS.get(word)
     except RegistryError as error:
-        library = next((one for one in ("bitsandbytes", "torchao") if f"{one}." in str(error.found)), None)
+        library = next(
+            (one for one in ("bitsandbytes", "torchao") if f"{one}." in str(error.found)), None
+        )
         if library is None:
             raise
-        raise RegistryError(error.problem, found=error.found, fix=f"pip install 'trainer-kit[{library}]'") from error
+        raise RegistryError(
+            error.problem, found=error.found, fix=f"pip install 'trainer-kit[{library}]'"
+        ) from error
     try:
         made: Optimizer = kind(params, **options)
     except TypeError as error:
@@ -75,13 +90,18 @@ def to_parts(state: Mapping[str, Any]) -> dict[str, Any]:
         >>> to_parts({"step": 3})
         {'step': 3}
     """
-    return {name: _parts(value) if type(value).__name__ in _LOW_BIT else value for name, value in state.items()}
+    return {
+        name: _parts(value) if type(value).__name__ in _LOW_BIT else value
+        for name, value in state.items()
+    }
 
 
 def from_parts(state: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `to_parts`."""
     return {
-        name: _whole(value) if isinstance(value, Mapping) and value.get(_KIND) in _LOW_BIT else value
+        name: _whole(value)
+        if isinstance(value, Mapping) and value.get(_KIND) in _LOW_BIT
+        else value
         for name, value in state.items()
     }
 

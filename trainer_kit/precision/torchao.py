@@ -82,7 +82,9 @@ class Float8Precision(ConvertedPrecision):
         sixteen = torch.zeros(16, 16, device=device).to(torch.float8_e4m3fn)
         one = torch.ones((), device=device)
         try:
-            torch._scaled_mm(sixteen, sixteen.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+            torch._scaled_mm(
+                sixteen, sixteen.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16
+            )
         except (RuntimeError, NotImplementedError) as error:
             raise PrecisionError(
                 f"a device of type {device.type!r} here does not support float8 matrix products",
@@ -105,10 +107,15 @@ class Float8Precision(ConvertedPrecision):
         from torchao.float8.float8_linear import Float8Linear
 
         if isinstance(module, nn.Linear):
-            raise PrecisionError("a module that is a single linear layer cannot be replaced", fix="wrap it in a module")
+            raise PrecisionError(
+                "a module that is a single linear layer cannot be replaced",
+                fix="wrap it in a module",
+            )
         # Subclasses have another forward, and torch's attention never calls its linear layer.
         linear: dict[str, Any] = {
-            name: part for name, part in module.named_modules() if type(part) in (nn.Linear, Float8Linear)
+            name: part
+            for name, part in module.named_modules()
+            if type(part) in (nn.Linear, Float8Linear)
         }
         inner = list(linear) if self.ends else list(linear)[1:-1]
         wanted = {
@@ -118,14 +125,20 @@ class Float8Precision(ConvertedPrecision):
             and not isinstance(linear[name], Float8Linear)
             and (self.module_filter is None or self.module_filter(linear[name], name))
         }
-        odd = [f"{n} ({linear[n].out_features}×{linear[n].in_features})" for n in sorted(wanted) if _odd(linear[n])]
+        odd = [
+            f"{n} ({linear[n].out_features}×{linear[n].in_features})"
+            for n in sorted(wanted)
+            if _odd(linear[n])
+        ]
         if odd:
             raise PrecisionError(
                 f"float8 matrix products need weight sizes that are multiples of {_MULTIPLE}",
                 found=", ".join(odd[:8]),
                 fix=f"pass exceptions={[one.split(' ')[0] for one in odd]}, or use sizes that are",
             )
-        convert_to_float8_training(module, config=self.config, module_filter_fn=lambda _, name: name in wanted)
+        convert_to_float8_training(
+            module, config=self.config, module_filter_fn=lambda _, name: name in wanted
+        )
 
 
 def _odd(layer: nn.Linear) -> bool:
@@ -180,9 +193,17 @@ class QATPrecision(ConvertedPrecision):
         from torchao.quantization import quantize_
         from torchao.quantization.qat import QATConfig
 
-        wanted = {n for n, p in module.named_modules() if type(p) is nn.Linear and n and not is_excepted(n, exempt)}
+        wanted = {
+            n
+            for n, p in module.named_modules()
+            if type(p) is nn.Linear and n and not is_excepted(n, exempt)
+        }
         try:
-            quantize_(module, QATConfig(self.config, step="prepare"), filter_fn=lambda _, name: name in wanted)
+            quantize_(
+                module,
+                QATConfig(self.config, step="prepare"),
+                filter_fn=lambda _, name: name in wanted,
+            )
         except (AssertionError, ValueError) as error:
             raise PrecisionError(
                 "torchao failed to convert this model",
@@ -207,19 +228,29 @@ class QATPrecision(ConvertedPrecision):
                 module.__dict__["_trainer"] = trainer
         forget_layers(made)
         kinds = (FakeQuantizedLinear,)
-        quantize_(made, QATConfig(self.config, step="convert"), filter_fn=lambda part, _: isinstance(part, kinds))
+        quantize_(
+            made,
+            QATConfig(self.config, step="convert"),
+            filter_fn=lambda part, _: isinstance(part, kinds),
+        )
         return made.eval()
 
 
 def _default_qat_config() -> Any:
-    ao = vendor_module("torchao.quantization", "quantisation-aware training needs torchao", _INSTALL)
+    ao = vendor_module(
+        "torchao.quantization", "quantisation-aware training needs torchao", _INSTALL
+    )
     int4 = torch.int4  # type: ignore[attr-defined]
-    return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=int4, weight_granularity=ao.granularity.PerGroup(32))
+    return ao.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=int4, weight_granularity=ao.granularity.PerGroup(32)
+    )
 
 
 def _float8_config(recipe: str) -> Any:
     ao = vendor_module("torchao.float8", "fp8 training needs torchao", _INSTALL)
     known = [name.value for name in ao.config.Float8LinearRecipeName]
     if recipe not in known:
-        raise PrecisionError(f"torchao has no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known))
+        raise PrecisionError(
+            f"torchao has no fp8 recipe {recipe!r}", fix=did_you_mean(recipe, known)
+        )
     return ao.Float8LinearConfig.from_recipe_name(recipe)

@@ -97,13 +97,19 @@ class TransformerEnginePrecision(ConvertedPrecision):
         if odd:
             raise PrecisionError(
                 f"Transformer Engine needs in_features in multiples of {_COLUMNS}, out_features of {_ROWS}",
-                found=", ".join(f"{n} ({wanted[n].in_features} to {wanted[n].out_features})" for n in odd[:8]),
+                found=", ".join(
+                    f"{n} ({wanted[n].in_features} to {wanted[n].out_features})" for n in odd[:8]
+                ),
                 fix=f"pass exceptions={odd}, or use sizes that are",
             )
         for name, part in wanted.items():
-            module.set_submodule(name, _linear(engine, part) if isinstance(part, nn.Linear) else _norm(engine, part))
+            module.set_submodule(
+                name, _linear(engine, part) if isinstance(part, nn.Linear) else _norm(engine, part)
+            )
         self._root = module
-        self._layers = {name: part for name, part in module.named_modules() if hasattr(part, "fp8_meta")}
+        self._layers = {
+            name: part for name, part in module.named_modules() if hasattr(part, "fp8_meta")
+        }
         for layer in self._layers.values():
             if not layer.__dict__.get("_without_pickle"):
                 layer.__dict__["_without_pickle"] = True
@@ -181,7 +187,9 @@ def _recipe(given: Any) -> Any:
 
 def _exchangeable(part: nn.Module) -> bool:
     """Whether Transformer Engine has such a layer; its layer norms have a weight and a bias."""
-    return type(part) is nn.Linear or (type(part) is nn.LayerNorm and part.weight is not None and part.bias is not None)
+    return type(part) is nn.Linear or (
+        type(part) is nn.LayerNorm and part.weight is not None and part.bias is not None
+    )
 
 
 def _odd(layer: nn.Linear) -> bool:
@@ -190,7 +198,9 @@ def _odd(layer: nn.Linear) -> bool:
 
 def _linear(engine: Any, layer: nn.Linear) -> Any:
     dtype = layer.weight.dtype
-    made = engine.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, params_dtype=dtype)
+    made = engine.Linear(
+        layer.in_features, layer.out_features, bias=layer.bias is not None, params_dtype=dtype
+    )
     made.weight = layer.weight
     if layer.bias is not None:
         made.bias = layer.bias
@@ -208,6 +218,12 @@ def _leave_out(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: A
 
 
 def _leave_out_of_load(
-    layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing: list[str], *rest: Any
+    layer: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    *rest: Any,
 ) -> None:
     state[f"{prefix}_extra_state"] = None  # the layer requires the key; None changes nothing

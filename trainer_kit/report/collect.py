@@ -132,7 +132,12 @@ class RunDirectory:
             last = _last(fit.events)
             if event["event"] == "end" and last and last.get("status") == "hung":
                 continue  # the error of a rank that waited for the one that hung
-            if event["event"] == "start" and last and last["event"] == "start" and _differ(last, event):
+            if (
+                event["event"] == "start"
+                and last
+                and last["event"] == "start"
+                and _differ(last, event)
+            ):
                 fit.events.append(_killed(fit))
             if event["event"] == "start" and event.get("stage") == "fit":
                 key, step = str(event.get("run", "")), _number(event.get("step"))
@@ -170,7 +175,10 @@ class RunDirectory:
         """Return the data of the page, one entry per fit: plain data, arrays as base64."""
         several = len(self._fits) > 1
         return [
-            self._described(fit, f"{self.directory.resolve().name or self.directory}{f', fit {n}' if several else ''}")
+            self._described(
+                fit,
+                f"{self.directory.resolve().name or self.directory}{f', fit {n}' if several else ''}",
+            )
             for n, fit in enumerate(self._fits, 1)
         ]
 
@@ -188,8 +196,15 @@ class RunDirectory:
         steps += [max(each.steps) for each in fit.series.values() if each.steps]
         configuration = list(newest.get("configuration") or [])
         if not configuration:
-            configuration = [["Hyperparameters", key, value, "logged"] for key, value in flatten(fit.hparams).items()]
-        failed = [{"step": event.get("step"), **event["exception"]} for event in ends if event.get("exception")]
+            configuration = [
+                ["Hyperparameters", key, value, "logged"]
+                for key, value in flatten(fit.hparams).items()
+            ]
+        failed = [
+            {"step": event.get("step"), **event["exception"]}
+            for event in ends
+            if event.get("exception")
+        ]
         found: dict[str, Any] = {
             "name": name,
             "path": str(self.directory.resolve()),
@@ -206,22 +221,42 @@ class RunDirectory:
         }
         for mark in found["marks"]:
             mark["time"] -= begun
-            mark.update({count: float(np.interp(mark["step"], *known)) for count, known in _counted(fit).items()})
+            mark.update(
+                {
+                    count: float(np.interp(mark["step"], *known))
+                    for count, known in _counted(fit).items()
+                }
+            )
         return {**mask_secrets(found), "axes": packed, "series": curves}
 
     def _marks(self, events: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
         marks = _marks(events)
         announced = {mark["text"] for mark in marks}
         marks += [mark for mark in self._kept(key) if mark["text"] not in announced]
-        return [{**mark, "text": mark["text"].removeprefix(f"{self.directory.resolve()}{os.sep}")} for mark in marks]
+        return [
+            {**mark, "text": mark["text"].removeprefix(f"{self.directory.resolve()}{os.sep}")}
+            for mark in marks
+        ]
 
     def _kept(self, key: str) -> list[dict[str, Any]]:
         """Return the existing checkpoints: events name only those that a running fit has announced."""
         records = read_records(self.directory / RUN) or []
-        places = [place for record in records if record.id == key or not key for place in record.places]
-        found = (one for place in dict.fromkeys(places) if not is_url(place) for one in checkpoints(place))
+        places = [
+            place for record in records if record.id == key or not key for place in record.places
+        ]
+        found = (
+            one
+            for place in dict.fromkeys(places)
+            if not is_url(place)
+            for one in checkpoints(place)
+        )
         return [
-            {"kind": "checkpoint", "step": one.step or 0, "time": one.created.timestamp(), "text": str(one.path)}
+            {
+                "kind": "checkpoint",
+                "step": one.step or 0,
+                "time": one.created.timestamp(),
+                "text": str(one.path),
+            }
             for one in found
             if one.info.get("run", "") in ("", key)
         ]
@@ -237,7 +272,13 @@ def _last(events: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _status(events: list[dict[str, Any]]) -> str:
     last = _last(events)
-    return "" if last is None else "running" if last["event"] == "start" else str(last.get("status", ""))
+    return (
+        ""
+        if last is None
+        else "running"
+        if last["event"] == "start"
+        else str(last.get("status", ""))
+    )
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -259,7 +300,13 @@ def _killed(fit: _Fit) -> dict[str, Any]:
     times += [each.times[-1] for each in fit.series.values() if each.times]
     text = f"ended from outside (SIGKILL, or its machine); the last logged values are of step {step:.0f}"
     exception = {"headline": text, "text": ""}
-    return {"event": "end", "status": "killed", "step": step, "time": max(times, default=0.0), "exception": exception}
+    return {
+        "event": "end",
+        "status": "killed",
+        "step": step,
+        "time": max(times, default=0.0),
+        "exception": exception,
+    }
 
 
 def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -293,13 +340,18 @@ def _curves(
     packed: list[dict[str, str]] = []
     known: dict[bytes, int] = {}
 
-    def add(name: str, steps: _Floats, xs: dict[str, _Floats], values: npt.NDArray[np.float32]) -> None:
+    def add(
+        name: str, steps: _Floats, xs: dict[str, _Floats], values: npt.NDArray[np.float32]
+    ) -> None:
         finite = np.isfinite(values)
         bad = np.flatnonzero(~finite)
         low = int(np.where(finite, values, np.inf).argmin())
         high = int(np.where(finite, values, -np.inf).argmax())
         where = thinned(values)
-        axis = {"steps": steps[where].astype("<f8"), "seconds": (xs["times"][where] - begun).astype("<f4")}
+        axis = {
+            "steps": steps[where].astype("<f8"),
+            "seconds": (xs["times"][where] - begun).astype("<f4"),
+        }
         axis |= {count: xs[count][where].astype("<f8") for count in counted}
         number = known.setdefault(b"".join(each.tobytes() for each in axis.values()), len(packed))
         if number == len(packed):
@@ -315,19 +367,32 @@ def _curves(
                 "firstBad": float(steps[bad[0]]) if len(bad) else None,
                 "lowStep": float(steps[low]),
                 "highStep": float(steps[high]),
-                **{fact: float(value) if np.isfinite(value) else str(value) for fact, value in facts.items()},
+                **{
+                    fact: float(value) if np.isfinite(value) else str(value)
+                    for fact, value in facts.items()
+                },
             }
         )
 
-    counted = [count for count in _COUNTS if any(any(getattr(each, count)) for each in series.values())]
+    counted = [
+        count for count in _COUNTS if any(any(getattr(each, count)) for each in series.values())
+    ]
     longest: tuple[_Floats, dict[str, _Floats]] = (np.array([]), {"times": np.array([])})
     for name, each in series.items():
-        steps, xs = np.array(each.steps), {kind: np.array(getattr(each, kind)) for kind in ("times", *counted)}
+        steps, xs = (
+            np.array(each.steps),
+            {kind: np.array(getattr(each, kind)) for kind in ("times", *counted)},
+        )
         add(name, steps, xs, np.array(each.values, np.float32))
         longest = max(longest, (steps, xs), key=lambda one: len(one[0]))
     ends, rates = _rate(longest[0], longest[1]["times"], starts)
     if len(ends) > 1:
-        add("steps per second", longest[0][ends], {kind: each[ends] for kind, each in longest[1].items()}, rates)
+        add(
+            "steps per second",
+            longest[0][ends],
+            {kind: each[ends] for kind, each in longest[1].items()},
+            rates,
+        )
     return curves, packed
 
 
@@ -335,7 +400,10 @@ def _counted(fit: _Fit) -> dict[str, tuple[_Floats, _Floats]]:
     """Return the steps and counts of the longest series, which place the marks."""
     longest = max(fit.series.values(), key=lambda each: len(each.steps), default=_Series())
     order = np.argsort(np.array(longest.steps), kind="stable")
-    steps, found = np.array(longest.steps)[order], {count: np.array(getattr(longest, count)) for count in _COUNTS}
+    steps, found = (
+        np.array(longest.steps)[order],
+        {count: np.array(getattr(longest, count)) for count in _COUNTS},
+    )
     return {count: (steps, values[order]) for count, values in found.items() if values.any()}
 
 
@@ -392,10 +460,14 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     """
     found: list[Path] = []
     for path in map(Path, paths):
-        inside = sorted({file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}, key=_in_order)
+        inside = sorted(
+            {file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}, key=_in_order
+        )
         if not inside:
             fix = "name the directory that a Trainer prints as its log_dir, or one above it"
-            raise ConfigurationError(f"{path} contains no run", found=f"no {JOURNAL} in this directory", fix=fix)
+            raise ConfigurationError(
+                f"{path} contains no run", found=f"no {JOURNAL} in this directory", fix=fix
+            )
         found += inside
     return list(dict.fromkeys(found))
 

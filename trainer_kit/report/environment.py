@@ -71,7 +71,10 @@ def _hardware() -> Iterator[tuple[str, Any]]:
     if found is not None and found.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            yield f"  device {index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"
+            yield (
+                f"  device {index}",
+                f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB",
+            )
     if dist.is_available():
         yield "backends", ", ".join(backends("gloo", "nccl", "mpi")) or "none"
 

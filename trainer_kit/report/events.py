@@ -72,6 +72,11 @@ def has_ended(process: Any) -> bool:
         >>> has_ended(this_process())
         False
     """
-    if not isinstance(process, list) or len(process) != 4 or not process[3] or process[0] != socket.gethostname():
+    if (
+        not isinstance(process, list)
+        or len(process) != 4
+        or not process[3]
+        or process[0] != socket.gethostname()
+    ):
         return False
     return bool(process[1] != boot_id() or start_time(process[2]) != process[3])

@@ -45,7 +45,9 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
         >>> "</script><b>" in page
         False
     """
-    data = json.dumps({"written": time.time(), "refresh": refresh, "runs": list(runs)}, allow_nan=False)
+    data = json.dumps(
+        {"written": time.time(), "refresh": refresh, "runs": list(runs)}, allow_nan=False
+    )
     # The data are JSON in a script element, which only `<` could end.
     scripts = [page_part("vendor/uPlot.iife.min.js"), page_part("page/page.js")]
     parts = {
@@ -61,7 +63,9 @@ def render(runs: Sequence[dict[str, Any]], refresh: int = 0) -> str:
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
-def write_report(path: str | os.PathLike[str], runs: Sequence[RunDirectory], refresh: int = 0) -> Path:
+def write_report(
+    path: str | os.PathLike[str], runs: Sequence[RunDirectory], refresh: int = 0
+) -> Path:
     """Write the page of these runs, readable only by its owner, because it contains the configuration.
 
     Args:
@@ -75,7 +79,9 @@ def write_report(path: str | os.PathLike[str], runs: Sequence[RunDirectory], ref
     target = Path(path)
     # Links are relative, so that a run can be moved with its page.
     entries = [
-        {**entry, "home": os.path.relpath(run.directory, target.parent)} for run in runs for entry in run.described()
+        {**entry, "home": os.path.relpath(run.directory, target.parent)}
+        for run in runs
+        for entry in run.described()
     ]
     page = render(entries, refresh)
     discard_torn(target)

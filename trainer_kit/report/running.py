@@ -60,7 +60,9 @@ class RunReport:
         """The run's directory."""
         return self._run.directory
 
-    def begin(self, stage: str, facts: Mapping[str, Any], size: int, step: int | None = None) -> None:
+    def begin(
+        self, stage: str, facts: Mapping[str, Any], size: int, step: int | None = None
+    ) -> None:
         """Record the start of a stage.
 
         Args:
@@ -78,7 +80,9 @@ class RunReport:
         # Python documents that showwarning may be replaced; the previous function still shows each warning.
         self._outer_show, warnings.showwarning = warnings.showwarning, self._show_warning
         if stage == "fit":
-            self._thread = threading.Thread(target=self._write_now_and_then, name="trainer_kit report", daemon=True)
+            self._thread = threading.Thread(
+                target=self._write_now_and_then, name="trainer_kit report", daemon=True
+            )
             self._thread.start()
 
     def note(self, kind: str, text: str) -> None:
@@ -127,7 +131,9 @@ class RunReport:
             found["stacks"] = os.path.relpath(stacks, self.directory)
         self._close(RunDirectory(self.directory), "hung", found, 4.0)
 
-    def _close(self, run: RunDirectory, status: str, exception: dict[str, str] | None, seconds: float) -> None:
+    def _close(
+        self, run: RunDirectory, status: str, exception: dict[str, str] | None, seconds: float
+    ) -> None:
         try:
             self._append("end", stage=self._stage, status=status, exception=exception)
             run.read(pause=_limit(seconds))
@@ -187,7 +193,9 @@ def _limit(seconds: float) -> Callable[[], None]:
 
     def check() -> None:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"the journal is not read within {seconds:g} s: `trainer-kit report` reads all of it")
+            raise TimeoutError(
+                f"the journal is not read within {seconds:g} s: `trainer-kit report` reads all of it"
+            )
 
     return check
 

@@ -37,7 +37,10 @@ class TrainerReport:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         trainer = self._trainer
         trainer.note = self._outer_note
@@ -45,7 +48,9 @@ class TrainerReport:
             return
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit)) or trainer.requests.signal
         if error is None or interrupted:
-            self._report.end("finished" if error is None else "interrupted", None, 5.0 if interrupted else 60.0)
+            self._report.end(
+                "finished" if error is None else "interrupted", None, 5.0 if interrupted else 60.0
+            )
         else:
             self._report.end("failed", error)
 
@@ -82,26 +87,41 @@ class TrainerReport:
         except Exception as error:  # a strategy of the user may not answer while it runs
             explained = f"not available: {type(error).__name__}: {error}"
         key = secrets.token_hex(8) if record is None else record.id
-        return {**facts, "run": key, "configuration": _configuration(trainer, module), "explain": explained}
+        return {
+            **facts,
+            "run": key,
+            "configuration": _configuration(trainer, module),
+            "explain": explained,
+        }
 
 
 def _configuration(trainer: Session, module: Any) -> list[list[Any]]:
     """Return section, name, value and origin of each value; values from the user come first."""
     parameters = inspect.signature(type(trainer).__init__).parameters.values()
-    defaults = plain_arguments({each.name: each.default for each in parameters if each.default is not each.empty})
+    defaults = plain_arguments(
+        {each.name: each.default for each in parameters if each.default is not each.empty}
+    )
     rows: list[list[Any]] = []
     for name, value in trainer.arguments.items():
         chosen = trainer.origins.get(name)
         if chosen is None or chosen.origin in ("argument", "default"):
-            rows.append(["Trainer", name, value, "default" if value == defaults.get(name) else "argument"])
+            rows.append(
+                ["Trainer", name, value, "default" if value == defaults.get(name) else "argument"]
+            )
         else:
             rows.append(["Trainer", name, plain(chosen.value), chosen.origin])
     rows.sort(key=lambda row: row[3] == "default")
     seed = "argument" if trainer.seed is not None else "the run or the script"
-    facts = [("seed of the data's order", trainer.data_seed, seed), ("processes", trainer.world_size, "")]
+    facts = [
+        ("seed of the data's order", trainer.data_seed, seed),
+        ("processes", trainer.world_size, ""),
+    ]
     rows += [["Run", *fact] for fact in facts]
     for owner in (module, trainer.datamodule):
         if owner is not None:
             values = flatten(plain(params_dict(dict(owner.hparams))))
-            rows += [[type(owner).__name__, name, value, "save_hyperparameters"] for name, value in values.items()]
+            rows += [
+                [type(owner).__name__, name, value, "save_hyperparameters"]
+                for name, value in values.items()
+            ]
     return rows

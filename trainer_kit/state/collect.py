@@ -47,7 +47,9 @@ __all__ = [
 ]
 
 
-def module_state(module: TrainModule, weights: Mapping[str, Any], epoch: int, step: int) -> dict[str, Any]:
+def module_state(
+    module: TrainModule, weights: Mapping[str, Any], epoch: int, step: int
+) -> dict[str, Any]:
     """Weights and hyperparameters: the part of the state that does not depend on a run."""
     return {
         "state_dict": dict(weights),
@@ -89,7 +91,12 @@ def _can_be_held(value: Any, name: str) -> bool:
 
 
 def collect(
-    run: Fit, callbacks: list[Any], datamodule: DataModule | None, seed: int, weights_only: bool, hooks: bool = True
+    run: Fit,
+    callbacks: list[Any],
+    datamodule: DataModule | None,
+    seed: int,
+    weights_only: bool,
+    hooks: bool = True,
 ) -> dict[str, Any]:
     """Collect the state after the last completed step. Every rank must call it.
 
@@ -106,7 +113,9 @@ def collect(
     state = module_state(run.module, weights, progress.epoch, progress.step)
     if not weights_only:
         names = parameter_names(run.strategy, run.module)
-        state["optimizer_states"] = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
+        state["optimizer_states"] = [
+            optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers
+        ]
         state.update(_of_this_rank(run, names))
         state["precision"] = run.precision.state_dict()
         state["progress"] = finished(run)
@@ -116,10 +125,14 @@ def collect(
         state["owes_validation"] = not state["inside_step"] and owes_validation
         if run.stepper.waiting and not state["inside_step"]:
             schedulers = run.stepper.made.schedulers
-            state["waiting_schedulers"] = [i for i, one in enumerate(schedulers) if one in run.stepper.waiting]
+            state["waiting_schedulers"] = [
+                i for i, one in enumerate(schedulers) if one in run.stepper.waiting
+            ]
         state["seed"] = seed
         if not run.schedule.may_stop(progress):
-            state["stop"] = run.requests.stop  # the request waits for the minimum, in a resumed run too
+            state["stop"] = (
+                run.requests.stop
+            )  # the request waits for the minimum, in a resumed run too
         state.update(run.about())
         state["stride"] = run.windows.feed.stride
         state["data"] = run.windows.feed.facts
@@ -149,10 +162,14 @@ def _call(hooks: Iterable[Callable[..., Any]], state: Mapping[str, Any]) -> None
         hook(state)
 
 
-def _of_users(run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: DataModule | None) -> tuple[Any, ...]:
+def _of_users(
+    run: Fit, state: dict[str, Any], callbacks: list[Any], datamodule: DataModule | None
+) -> tuple[Any, ...]:
     """Add the state of the user's objects, any of which may raise; returns what each rank contributes."""
     strategy = run.strategy
-    state["lr_schedulers"] = [config.scheduler.state_dict() for config in run.stepper.made.schedulers]
+    state["lr_schedulers"] = [
+        config.scheduler.state_dict() for config in run.stepper.made.schedulers
+    ]
     state["callbacks"] = {c.state_key: dict(own) for c in callbacks if (own := c.state_dict())}
     state["datamodule"] = {} if datamodule is None else dict(datamodule.state_dict())
     if datamodule is not None:
@@ -167,9 +184,13 @@ def _of_this_rank(run: Fit, names: Mapping[int, str]) -> dict[str, Any]:
     if not run.strategy.per_rank_state:
         return {}
     with run.strategy.own_state():
-        weights = {k: v for k, v in run.strategy.module_state(run.module).items() if isinstance(v, Tensor)}
+        weights = {
+            k: v for k, v in run.strategy.module_state(run.module).items() if isinstance(v, Tensor)
+        }
         optimizers = [optimizer_state(run.strategy, o, names) for o in run.stepper.made.optimizers]
-    return {own_part(run.strategy.world.rank): {"state_dict": weights, "optimizer_states": optimizers}}
+    return {
+        own_part(run.strategy.world.rank): {"state_dict": weights, "optimizer_states": optimizers}
+    }
 
 
 def own_part(rank: int | str) -> str:
@@ -181,7 +202,9 @@ def _by_rank(numbered: list[tuple[int, Any]]) -> list[Any]:
     return [value for _, value in sorted(dict(numbered).items())]
 
 
-def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+def own_buffers(
+    strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
     """The buffers of this rank that rank 0's ``state_dict`` does not have, on the CPU, to be sent.
 
     Args:
@@ -192,12 +215,16 @@ def own_buffers(strategy: Strategy, module: nn.Module, lent: Mapping[str, Tensor
     if strategy.world.rank == 0 or not strategy.own_buffers:
         return {}
     kept = plain_state(module)
-    buffers = ((state_name(name), buffer) for name, buffer in module.named_buffers(remove_duplicate=False))
+    buffers = (
+        (state_name(name), buffer) for name, buffer in module.named_buffers(remove_duplicate=False)
+    )
     own = {name: (lent or {}).get(name, buffer) for name, buffer in buffers if name in kept}
     return {name: buffer.detach().cpu() for name, buffer in own.items()}  # sync point: a checkpoint
 
 
-def without_own_buffers(strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]) -> dict[str, Any]:
+def without_own_buffers(
+    strategy: Strategy, module: nn.Module, weights: Mapping[str, Any]
+) -> dict[str, Any]:
     """The weights that this rank may write where all ranks write together.
 
     A tensor that several ranks hold is written by any of them, so only the first data rank writes running statistics.
@@ -242,7 +269,10 @@ def restore(
     fail_together(world, lambda: _restore_weights(run, state, strict))
     if "optimizer_states" not in state:
         return  # weights only
-    state = {**state, "optimizer_states": [without_wrapper_names(saved) for saved in state["optimizer_states"]]}
+    state = {
+        **state,
+        "optimizer_states": [without_wrapper_names(saved) for saved in state["optimizer_states"]],
+    }
     _restore_training(run, state, made)
 
     def restore_loaders() -> None:
@@ -252,7 +282,11 @@ def restore(
     fail_together(world, restore_loaders)
     run.schedule.mark_checked(run.progress)
     run.requests.stop = run.requests.stop or state.get("stop")
-    run.finite, run.resumed, run.owes_validation = run.progress.step, True, state.get("owes_validation") is True
+    run.finite, run.resumed, run.owes_validation = (
+        run.progress.step,
+        True,
+        state.get("owes_validation") is True,
+    )
     run.stepper.wait(made.schedulers[index] for index in state.get("waiting_schedulers", ()))
     fail_together(world, lambda: _restore_of_users(run, state, callbacks, datamodule, differs))
 
@@ -275,7 +309,12 @@ def _restore_training(run: Fit, state: Mapping[str, Any], made: Optimizers) -> N
                 raise CheckpointError("optimizer_states", None, found)
             restore_flags(run, state.get("trainable", {}))
             for optimizer, saved in zip(made.optimizers, state["optimizer_states"], strict=True):
-                add_groups(optimizer, saved, {names[id(p)]: p for p in run.module.parameters()}, strategy.sharded)
+                add_groups(
+                    optimizer,
+                    saved,
+                    {names[id(p)]: p for p in run.module.parameters()},
+                    strategy.sharded,
+                )
 
     fail_together(strategy.world, begin)
     own = [owned_parameters(strategy, optimizer) for optimizer in made.optimizers]
@@ -287,7 +326,9 @@ def _restore_steps(
 ) -> None:
     changed: dict[int, dict[str, Any]] = {}
     with fitting("optimizer_states"):
-        for optimizer, groups, saved in zip(made.optimizers, own, state["optimizer_states"], strict=True):
+        for optimizer, groups, saved in zip(
+            made.optimizers, own, state["optimizer_states"], strict=True
+        ):
             changed[id(optimizer)] = restore_optimizer(
                 run.strategy, optimizer, groups, saved, names, run.say, state["state_dict"]
             )
@@ -296,7 +337,9 @@ def _restore_steps(
             found = f"{len(state['lr_schedulers'])} schedulers were saved, {len(made.schedulers)} are configured"
             raise CheckpointError("lr_schedulers", None, found)
         for config, saved in zip(made.schedulers, state["lr_schedulers"], strict=True):
-            restore_scheduler(config.scheduler, saved, "lr" in changed.get(id(config.optimizer), {}))
+            restore_scheduler(
+                config.scheduler, saved, "lr" in changed.get(id(config.optimizer), {})
+            )
     with fitting("precision"):
         run.precision.load_state_dict(state["precision"])
     with fitting("progress"):
@@ -304,7 +347,11 @@ def _restore_steps(
 
 
 def _restore_of_users(
-    run: Fit, state: Mapping[str, Any], callbacks: list[Any], datamodule: DataModule | None, differs: str | None
+    run: Fit,
+    state: Mapping[str, Any],
+    callbacks: list[Any],
+    datamodule: DataModule | None,
+    differs: str | None,
 ) -> None:
     with fitting("callbacks"):
         for callback in callbacks:
@@ -332,7 +379,9 @@ def _restore_of_rank(run: Fit, state: Mapping[str, Any], differs: str | None) ->
     rank = run.strategy.world.rank
     with fitting("metrics"):
         reports = run.strategy.reports.rank
-        run.metrics.load_state_dict(state["metrics"][reports if reports < len(state["metrics"]) else 0])
+        run.metrics.load_state_dict(
+            state["metrics"][reports if reports < len(state["metrics"]) else 0]
+        )
     if state.get("inside_step"):
         run.say(
             f"this checkpoint was taken inside step {run.progress.step + 1}, which runs again: what it drew and did to"
@@ -371,7 +420,9 @@ def fitting(part: str, *passed: type[Exception]) -> Iterator[None]:
 
 def _loader_state(run: Fit, done: Mapping[str, Any]) -> dict[str, Any] | None:
     """The state of this rank's loaders that ``done``, progress up to the last completed window, does not determine."""
-    train = run.windows.feed.loader_state.state_dict(done["epoch"], done["epoch_batch"], done["batch"])
+    train = run.windows.feed.loader_state.state_dict(
+        done["epoch"], done["epoch_batch"], done["batch"]
+    )
     feeds = [] if run.validation is None else run.validation.feeds
     validation = [feed.loader_state.state_dict() for feed in feeds]
     if train is None and not any(validation):
@@ -400,11 +451,15 @@ def _restore_loaders(run: Fit, state: Mapping[str, Any], global_batch_size: int 
         return
     feed.loader_state.load_state_dict([own and own["train"] for own in saved], rank)
     for i, validation in enumerate(run.validation.feeds if run.validation is not None else ()):
-        parts = [own["validation"][i] if own and i < len(own["validation"]) else None for own in saved]
+        parts = [
+            own["validation"][i] if own and i < len(own["validation"]) else None for own in saved
+        ]
         validation.loader_state.load_state_dict(parts, rank)
 
 
-def _convert_position(run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_size: int | None) -> None:
+def _convert_position(
+    run: Fit, then: Sequence[Sequence[Any]] | None, global_batch_size: int | None
+) -> None:
     """Convert the position inside the epoch, in micro-batches, to micro-batches of another size."""
     now, progress = run.windows.feed.stride, run.progress
     was = [(unit, number) for unit, number in then or ()]
@@ -428,7 +483,11 @@ def _convert_position(run: Fit, then: Sequence[Sequence[Any]] | None, global_bat
             f"{progress.epoch_batch} batches of {_named(was)} are not a whole number of batches of {_named(now)}",
             fix="resume with the same number of ranks and samples per batch, or use global_batch_size",
         )
-    keeps = "" if global_batch_size or units[0] != "samples" else "; global_batch_size= keeps what a step is made of"
+    keeps = (
+        ""
+        if global_batch_size or units[0] != "samples"
+        else "; global_batch_size= keeps what a step is made of"
+    )
     run.say(
         f"continuing at batch {batches} of the epoch: {progress.epoch_batch} batches of {_named(was)} were trained on,"
         f" they are of {_named(now)} now{keeps}"

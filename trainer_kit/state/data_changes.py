@@ -31,18 +31,26 @@ def compare_data(run: Fit, saved: Sequence[Mapping[str, Any]] | None) -> None:
         return
     for before, now in zip(saved, facts, strict=True):
         for change in _changes(before, now):
-            run.say(f"{change}: the rest of epoch {progress.epoch} may repeat samples or leave some out")
+            run.say(
+                f"{change}: the rest of epoch {progress.epoch} may repeat samples or leave some out"
+            )
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     changes = []
     size, size_before = now.get("size"), before.get("size")
     if size is not None and size_before is not None and size != size_before:
-        changes.append(f"the training data have {size} {now['unit']}, and had {size_before} in the checkpoint")
+        changes.append(
+            f"the training data have {size} {now['unit']}, and had {size_before} in the checkpoint"
+        )
     order, order_before = now.get("order"), before.get("order")
     if order_before is not None and order != order_before:
-        changes.append(f"the training data are read in the order of {order}, and were in that of {order_before}")
+        changes.append(
+            f"the training data are read in the order of {order}, and were in that of {order_before}"
+        )
     workers, workers_before = now.get("workers"), before.get("workers")
     if workers_before is not None and workers is not None and workers != workers_before:
-        changes.append(f"{workers} workers read the stream, and {workers_before} did in the checkpoint")
+        changes.append(
+            f"{workers} workers read the stream, and {workers_before} did in the checkpoint"
+        )
     return changes

@@ -47,7 +47,9 @@ _STEP: Final = "step"
 """The step counter, which torch never casts."""
 
 
-def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def optimizer_state(
+    strategy: Strategy, optimizer: Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
     """An optimizer's state by parameter name, never by position; every rank must call it."""
     parameters, states = fail_together(strategy.world, lambda: strategy.optimizer_state(optimizer))
     groups, state = [], {}
@@ -55,19 +57,32 @@ def optimizer_state(strategy: Strategy, optimizer: Optimizer, names: Mapping[int
         kept = {k: v for k, v in group.items() if k != "params"}
         called = [_name(parameter, names, number, i) for i, parameter in enumerate(own)]
         groups.append({**kept, "params": called})
-        state.update({name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states})
+        state.update(
+            {name: dict(states[p]) for name, p in zip(called, own, strict=True) if p in states}
+        )
     if strategy.sharded:
         _unite_names(strategy, groups)
     kind = type(optimizer).__name__
     exchanged = {_EXCHANGED: True} if _EXCHANGED in vars(optimizer) else {}
-    return {_CLASS: kind, "state": state, "param_groups": groups, _CONFIGURED: configured(optimizer), **exchanged}
+    return {
+        _CLASS: kind,
+        "state": state,
+        "param_groups": groups,
+        _CONFIGURED: configured(optimizer),
+        **exchanged,
+    }
 
 
 def without_wrapper_names(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """An `optimizer_state` whose parameters have their names without wrappers, as it is saved today."""
-    if not any("_orig_mod." in str(name) for group in saved["param_groups"] for name in group["params"]):
+    if not any(
+        "_orig_mod." in str(name) for group in saved["param_groups"] for name in group["params"]
+    ):
         return saved
-    groups = [{**group, "params": [state_name(name) for name in group["params"]]} for group in saved["param_groups"]]
+    groups = [
+        {**group, "params": [state_name(name) for name in group["params"]]}
+        for group in saved["param_groups"]
+    ]
     state = {state_name(name): values for name, values in saved["state"].items()}
     return {**saved, "state": state, "param_groups": groups}
 
@@ -157,7 +172,9 @@ def restore_optimizer(
             name = _name(parameter, names, number, i)
             if name in saved["state"]:
                 old_state = saved["state"][name]
-                if not strategy.keeps_gradients:  # otherwise the state belongs to a parameter of the engine
+                if (
+                    not strategy.keeps_gradients
+                ):  # otherwise the state belongs to a parameter of the engine
                     old_state = _following(old_state, (weights or {}).get(name), parameter)
                 state[parameter] = old_state
         options = {k: v for k, v in old.items() if k != "params"}
@@ -166,14 +183,19 @@ def restore_optimizer(
                 options[key] = value
                 if key != "initial_lr":
                     kept_today[key] = value
-                    say(f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint")
+                    say(
+                        f"{key}: {value} as configured now, not {then[number].get(key)} as in the checkpoint"
+                    )
         groups.append({**now[number], **options})
     strategy.load_optimizer_state(optimizer, groups, state)
     return kept_today
 
 
 def _check_exchanged(
-    optimizer: Optimizer, own: Sequence[Sequence[nn.Parameter]], saved: Mapping[str, Any], names: Mapping[int, str]
+    optimizer: Optimizer,
+    own: Sequence[Sequence[nn.Parameter]],
+    saved: Mapping[str, Any],
+    names: Mapping[int, str],
 ) -> None:
     """Refuse the state of an optimizer that `exchange_optimizers` set, if the configured one differs from it.
 
@@ -196,7 +218,9 @@ def _check_exchanged(
         )
 
 
-def _check_positions(strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], groups: Sequence[Any]) -> None:
+def _check_positions(
+    strategy: Strategy, own: Sequence[Sequence[nn.Parameter]], groups: Sequence[Any]
+) -> None:
     """Refuse state without names where a position may be another parameter's.
 
     Raises:
@@ -225,7 +249,9 @@ def _following(own: Mapping[str, Any], weight: object, parameter: nn.Parameter) 
     if then == parameter.dtype or not then.is_floating_point:
         return dict(own)
     return {
-        key: value.to(parameter.dtype) if key != _STEP and isinstance(value, Tensor) and value.dtype == then else value
+        key: value.to(parameter.dtype)
+        if key != _STEP and isinstance(value, Tensor) and value.dtype == then
+        else value
         for key, value in own.items()
     }
 
@@ -258,7 +284,13 @@ def note_configured(optimizer: Optimizer, again: bool = True) -> None:
     before, left = known.get(_AS_CONFIGURED, ()), known.get(_AFTER_TRAINING, ())
     options = _options(optimizer)
     for now, was, end in zip(options, before, left, strict=False):
-        now.update({key: was[key] for key, value in now.items() if key in was and _same(end.get(key), value)})
+        now.update(
+            {
+                key: was[key]
+                for key, value in now.items()
+                if key in was and _same(end.get(key), value)
+            }
+        )
     known[_AS_CONFIGURED] = options
 
 
@@ -293,7 +325,11 @@ def reset_flags(module: nn.Module) -> None:
 def changed_flags(run: Fit) -> dict[str, bool]:
     """By name, whether a parameter is trained, for those whose flag changed since the run was composed."""
     named = run.module.named_parameters()
-    return {state_name(name): p.requires_grad for name, p in named if p.requires_grad == (name in run.frozen)}
+    return {
+        state_name(name): p.requires_grad
+        for name, p in named
+        if p.requires_grad == (name in run.frozen)
+    }
 
 
 def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
@@ -305,7 +341,10 @@ def restore_flags(run: Fit, flags: Mapping[str, bool]) -> None:
 
 
 def add_groups(
-    optimizer: Optimizer, saved: Mapping[str, Any], parameters: Mapping[str, nn.Parameter], divided: bool
+    optimizer: Optimizer,
+    saved: Mapping[str, Any],
+    parameters: Mapping[str, nn.Parameter],
+    divided: bool,
 ) -> None:
     """Add the groups that the saved optimizer got after it was configured; none if one does not match.
 
@@ -320,9 +359,18 @@ def add_groups(
     have = len(optimizer.param_groups)
     groups, options = saved["param_groups"], saved.get("configured") or ()
     taken = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    added = [[parameters[name] for name in group["params"] if name in parameters] for group in groups[have:]]
-    known = divided or all(name in parameters for group in groups[have:] for name in group["params"])
-    if not known or len(options) != len(groups) or any(id(p) in taken for group in added for p in group):
+    added = [
+        [parameters[name] for name in group["params"] if name in parameters]
+        for group in groups[have:]
+    ]
+    known = divided or all(
+        name in parameters for group in groups[have:] for name in group["params"]
+    )
+    if (
+        not known
+        or len(options) != len(groups)
+        or any(id(p) in taken for group in added for p in group)
+    ):
         return
     for index, own in enumerate(added, have):
         optimizer.add_param_group({**options[index], "params": own})
@@ -379,7 +427,9 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise ConfigurationError(
-                "this is not an optimizer", found=repr(one), fix="assign a list: trainer.optimizers = [optimizer]"
+                "this is not an optimizer",
+                found=repr(one),
+                fix="assign a list: trainer.optimizers = [optimizer]",
             )
     if run.guard is not None:
         raise ConfigurationError(
@@ -388,7 +438,9 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
             fix="leave NaNGuard out, or change their param_groups",
         )
     before = list(run.stepper.made.optimizers)
-    restored = run.resumed and run.stepper.trained is None and any(optimizer.state for optimizer in before)
+    restored = (
+        run.resumed and run.stepper.trained is None and any(optimizer.state for optimizer in before)
+    )
     schedulers = run.stepper.replace(optimizers)
     for optimizer in before:
         _end_watch(optimizer)
@@ -398,9 +450,13 @@ def exchange_optimizers(run: Fit, optimizers: list[Optimizer]) -> None:
         _watch(run, optimizer)
     check_parameters(run.stepper.made, run.module, run.strategy, run.say)
     if restored:
-        run.say("trainer.optimizers = ... drops the state of the optimizers that the checkpoint restored")
+        run.say(
+            "trainer.optimizers = ... drops the state of the optimizers that the checkpoint restored"
+        )
     if schedulers:
-        run.say(f"{schedulers} schedulers change optimizers that trainer.optimizers = ... has replaced")
+        run.say(
+            f"{schedulers} schedulers change optimizers that trainer.optimizers = ... has replaced"
+        )
 
 
 def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
@@ -415,7 +471,9 @@ def _is_there(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         return False
     index = restored.pop(key)
     then = vars(optimizer)[_AS_CONFIGURED][index]
-    today = {name: value for name, value in group.items() if name != "params" and then.get(name) != value}
+    today = {
+        name: value for name, value in group.items() if name != "params" and then.get(name) != value
+    }
     optimizer.param_groups[index].update(today)
     then.update(today)
     return True
@@ -429,7 +487,9 @@ def restore_scheduler(scheduler: Any, saved: Mapping[str, Any], keeps_rates: boo
         saved: its state.
         keeps_rates: whether base learning rates keep the values that the user configures now.
     """
-    today = [(part, part.base_lrs) for part in scheduler_parts(scheduler) if hasattr(part, "base_lrs")]
+    today = [
+        (part, part.base_lrs) for part in scheduler_parts(scheduler) if hasattr(part, "base_lrs")
+    ]
     scheduler.load_state_dict(dict(saved))
     for part, rates in today if keeps_rates else ():
         part.base_lrs = rates

@@ -108,17 +108,27 @@ class RunRecord:
         """Whether ``recorded``, a root or a script of this record, is ``path`` today."""
         if not path or not recorded or is_url(path) or is_url(recorded):
             return path == recorded
-        return os.path.realpath(path) in map(os.path.realpath, filter(None, [recorded, self._beside(recorded)]))
+        return os.path.realpath(path) in map(
+            os.path.realpath, filter(None, [recorded, self._beside(recorded)])
+        )
 
     def placed(self) -> RunRecord:
         """This record with the relative path from its directory to every local path in it."""
         here = os.path.realpath(self.directory)
-        local = [path for path in (self.root, self.script, *self.checkpoints) if path and not is_url(path)]
+        local = [
+            path
+            for path in (self.root, self.script, *self.checkpoints)
+            if path and not is_url(path)
+        ]
         return replace(self, from_here={path: _relative(path, here) for path in local})
 
     def _beside(self, path: str) -> str:
         relative = self.from_here.get(path)
-        return os.path.normpath(os.path.join(os.path.realpath(self.directory), relative)) if relative else ""
+        return (
+            os.path.normpath(os.path.join(os.path.realpath(self.directory), relative))
+            if relative
+            else ""
+        )
 
     @property
     def program(self) -> str:
@@ -161,10 +171,14 @@ def _read(file: Path) -> list[RunRecord]:
         raise CheckpointError(file, "format", "is not a record of runs")
     version = content.get("version")
     if version != _VERSION:
-        raise CheckpointError(file, "version", f"has format version {version!r}; this trainer_kit reads {_VERSION}")
+        raise CheckpointError(
+            file, "version", f"has format version {version!r}; this trainer_kit reads {_VERSION}"
+        )
     entries = content.get("runs")
     if "checksum" in content and content["checksum"] != _checksum(entries):
-        raise CheckpointError(file, "checksum", "was edited or damaged: its checksum does not match")
+        raise CheckpointError(
+            file, "checksum", "was edited or damaged: its checksum does not match"
+        )
     found = [_record(entry, file) for entry in entries] if isinstance(entries, list) else [None]
     records = [record for record in found if record is not None]
     if len(records) != len(found):
@@ -177,7 +191,9 @@ def _record(entry: object, file: Path) -> RunRecord | None:
         return None
     entry = {"from_here": {}, **entry}  # older files lack it
     names = [field.name for field in fields(RunRecord) if field.name != "directory"]
-    if any(name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,))) for name in names):
+    if any(
+        name not in entry or not isinstance(entry[name], _KINDS.get(name, (str,))) for name in names
+    ):
         return None
     places = [*entry["checkpoints"], *entry["from_here"].values(), *entry["from_here"]]
     if not all(isinstance(place, str) and "\0" not in place for place in places):
@@ -212,13 +228,27 @@ def write_record(record: RunRecord) -> bool:
                     if error.key in ("format", "version"):
                         return False
                     os.replace(file, file.with_name(f"{RUN}.damaged"))
-            kept = [other for other in others if other.id != record.id and not other.is_attempt_of(record)]
-            runs = [{k: v for k, v in asdict(r).items() if k != "directory"} for r in (*kept, record.placed())]
-            content = {"format": _FORMAT, "version": _VERSION, "checksum": _checksum(runs), "runs": runs}
+            kept = [
+                other
+                for other in others
+                if other.id != record.id and not other.is_attempt_of(record)
+            ]
+            runs = [
+                {k: v for k, v in asdict(r).items() if k != "directory"}
+                for r in (*kept, record.placed())
+            ]
+            content = {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "checksum": _checksum(runs),
+                "runs": runs,
+            }
             replace_file(file, (json.dumps(content, indent=1) + "\n").encode(), mode=0o600)
     except OSError as error:
         fix = "choose a directory that this process may write to (default_root_dir=, the logger's save_dir)"
-        raise CheckpointError(file, None, f"could not be written: {error.strerror or error}", fix=fix) from error
+        raise CheckpointError(
+            file, None, f"could not be written: {error.strerror or error}", fix=fix
+        ) from error
     return True
 
 

@@ -12,8 +12,21 @@ from torch import nn
 
 from trainer_kit.checkpoint.lock import is_free
 from trainer_kit.checkpoint.manifest import MANIFEST, read_manifest
-from trainer_kit.checkpoint.read import OF_A_RUN, describe_existing, is_complete, missing_checkpoint, read_checkpoint
-from trainer_kit.checkpoint.store import candidates, checkpoints, commit_order, newest_verified, set_aside, similar
+from trainer_kit.checkpoint.read import (
+    OF_A_RUN,
+    describe_existing,
+    is_complete,
+    missing_checkpoint,
+    read_checkpoint,
+)
+from trainer_kit.checkpoint.store import (
+    candidates,
+    checkpoints,
+    commit_order,
+    newest_verified,
+    set_aside,
+    similar,
+)
 from trainer_kit.checkpoint.weights import read_module
 from trainer_kit.core.collective_errors import fail_together, on_rank_zero
 from trainer_kit.core.display import mask_secrets
@@ -22,7 +35,14 @@ from trainer_kit.core.location import Location, absolute, locate
 from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import Group
 from trainer_kit.state.collect import fitting, own_part, plain_hparams
-from trainer_kit.state.runs import KeepsCheckpoints, RunFiles, clean_directory, discarded, distinct, named_directories
+from trainer_kit.state.runs import (
+    KeepsCheckpoints,
+    RunFiles,
+    clean_directory,
+    discarded,
+    distinct,
+    named_directories,
+)
 from trainer_kit.step.bus import Bus
 from trainer_kit.strategies.strategy import Strategy
 
@@ -78,15 +98,29 @@ class Search:
             path = on_rank_zero(self.world, lambda: self._newest_of(old.id))
             if path is not None:
                 done = ", which has finished" if old.status == "finished" else ""
-                return path, False, f"resuming from step {{step}} (verified) of run {old.directory}{done}{end}"
-            files.say(f"run {old.directory} has no checkpoint yet: starting it from the beginning{end}")
+                return (
+                    path,
+                    False,
+                    f"resuming from step {{step}} (verified) of run {old.directory}{done}{end}",
+                )
+            files.say(
+                f"run {old.directory} has no checkpoint yet: starting it from the beginning{end}"
+            )
         elif files.resume == "auto" and files.records:
             earlier = files.record is not None and files.record.number > 1
             newest = on_rank_zero(self.world, self._newest_of_other_runs) if earlier else None
-            hint = "" if newest is None else f'; fit(ckpt_path="{newest}") continues from the newest checkpoint there'
+            hint = (
+                ""
+                if newest is None
+                else f'; fit(ckpt_path="{newest}") continues from the newest checkpoint there'
+            )
             files.say(f'resume="auto": {self._why_new()}: starting a new run{hint}')
         path = self.find(ckpt_path, whole_first=not weights_only)
-        found = f"starting from the weights in {path}" if weights_only else f"resuming from step {{step}} ({path})"
+        found = (
+            f"starting from the weights in {path}"
+            if weights_only
+            else f"resuming from step {{step}} ({path})"
+        )
         return path, weights_only, found
 
     def _newest_of(self, run: str) -> Location | None:
@@ -99,7 +133,9 @@ class Search:
             return "this run keeps no checkpoints"
         return f"no unfinished run of {record.program} in {record.root}"
 
-    def find(self, ckpt_path: str | os.PathLike[str] | None, whole_first: bool = False) -> Location | None:
+    def find(
+        self, ckpt_path: str | os.PathLike[str] | None, whole_first: bool = False
+    ) -> Location | None:
         """The path that ``ckpt_path`` means; None for None, and for ``"last"`` before the first checkpoint of a fit.
 
         Args:
@@ -140,17 +176,29 @@ class Search:
 
     def _last(self, whole_first: bool) -> Location | None:
         directories = self._directories()
-        newest = on_rank_zero(self.world, lambda: self._newest_verified(directories, whole_first=whole_first))
+        newest = on_rank_zero(
+            self.world, lambda: self._newest_verified(directories, whole_first=whole_first)
+        )
         if newest is not None:
             return newest
         shown = ", ".join(map(str, directories))
         other = on_rank_zero(self.world, self._newest_of_other_runs)
         if not self.fits:
-            found = f"{other}, of another run" if other is not None else "none of another run beside it either"
+            found = (
+                f"{other}, of another run"
+                if other is not None
+                else "none of another run beside it either"
+            )
             fix = None if other is None else f'to take it, name it: ckpt_path="{other}"'
-            raise MissingCheckpointError("last", f"no checkpoint is in {shown} yet", found=found, fix=fix)
+            raise MissingCheckpointError(
+                "last", f"no checkpoint is in {shown} yet", found=found, fix=fix
+            )
         # The same command starts a run and continues it.
-        hint = "" if other is None else f'; to continue another run, name its checkpoint: ckpt_path="{other}"'
+        hint = (
+            ""
+            if other is None
+            else f'; to continue another run, name its checkpoint: ckpt_path="{other}"'
+        )
         self.files.say(f"no checkpoint is in {shown} yet: this run starts from the beginning{hint}")
         return None
 
@@ -158,7 +206,11 @@ class Search:
         """The newest checkpoint of runs in the directories beside this one's, for a message: it is never taken."""
         root = absolute(self.files.root)
         places = [absolute(directory / "checkpoints") for directory in self.files.run_directories()]
-        paths = [record.path for place in distinct([*places, root / "checkpoints"]) for record in checkpoints(place)]
+        paths = [
+            record.path
+            for place in distinct([*places, root / "checkpoints"])
+            for record in checkpoints(place)
+        ]
         return max(paths, key=commit_order, default=None)
 
     def _check_path(self, path: Location) -> None:
@@ -172,7 +224,9 @@ class Search:
             fix = similar(path, directories, '"last"')
             raise missing_checkpoint(path, "does not exist", directories, fix=fix)
         if several:
-            raise CheckpointError(path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}")
+            raise CheckpointError(
+                path, None, "a directory of checkpoints, not one of them", fix=f"pass {several[0]}"
+            )
 
     def _directories(self) -> list[Location]:
         """Where this Trainer writes checkpoints: the directories of its callbacks; without one the run's own."""
@@ -212,10 +266,14 @@ class Search:
                 f"{problem.reason}; {path.parent} contains no intact checkpoint",
                 fix="pass another ckpt_path, or leave it out to start a new run",
             )
-        newest_first = sorted(sound, key=lambda item: (item[0], commit_order(item[1])), reverse=True)
+        newest_first = sorted(
+            sound, key=lambda item: (item[0], commit_order(item[1])), reverse=True
+        )
         chosen = newest_first[0][1] if newest_first else None
         for path, problem in rejected:
-            where = f"; it is now {set_aside(path).name}" if self.fits and is_free(path.parent) else ""
+            where = (
+                f"; it is now {set_aside(path).name}" if self.fits and is_free(path.parent) else ""
+            )
             self.files.say(
                 f"checkpoint {path.name} rejected: {Path(problem.file).name}: {problem.reason}; "
                 f"falling back to {chosen and chosen.name}{where}"
@@ -230,7 +288,11 @@ def read_state(path: Location, weights_only: bool) -> dict[str, Any]:
     if not path.is_dir() and not weights_only:
         raise holds_weights(path)
     found = read_module(path, whole=True)
-    return {name: value for name, value in found.items() if name not in OF_A_RUN and not name.startswith(own_part(""))}
+    return {
+        name: value
+        for name, value in found.items()
+        if name not in OF_A_RUN and not name.startswith(own_part(""))
+    }
 
 
 def _parts(path: Location, weights_only: bool) -> list[str]:
@@ -250,7 +312,9 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
         known = read_manifest(path)["parts"]
         return {
             **dict.fromkeys(known),
-            **read_checkpoint(path, parts=[part for part in ("callbacks", "progress", "seed") if part in known]),
+            **read_checkpoint(
+                path, parts=[part for part in ("callbacks", "progress", "seed") if part in known]
+            ),
         }
 
     return fail_together(strategy.world, read)
@@ -259,7 +323,9 @@ def read_start(path: Location, weights_only: bool, strategy: Strategy) -> dict[s
 def held_of(strategy: Strategy, module: nn.Module) -> tuple[dict[str, Any], Collection[str]]:
     """The tensors of a module that this rank holds, by their names in checkpoints, and the names that others hold."""
     like = strategy.module_state(module)
-    others = {first: like[name] for name, first in strategy.shared_names(module).items() if name in like}
+    others = {
+        first: like[name] for name, first in strategy.shared_names(module).items() if name in like
+    }
     return {**like, **others}, strategy.held_elsewhere(module)
 
 
@@ -276,7 +342,9 @@ def read_rest(
     known, parts = read_manifest(path)["parts"], _parts(path, weights_only)
     like, absent = fail_together(strategy.world, lambda: held_of(strategy, module))
     elsewhere = dict.fromkeys(("model", "current_model_state", "optimizer_states"), absent)
-    state = read_divided(path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.side_group())
+    state = read_divided(
+        path, like, parts=parts, elsewhere=elsewhere, group=strategy.world.side_group()
+    )
     mine = own_part(strategy.world.rank)
     if strategy.per_rank_state and mine in known and not weights_only:
         state.update(read_checkpoint(path, parts=[mine]))
@@ -296,7 +364,9 @@ def holds_weights(path: Location | None) -> CheckpointError:
     if path is not None and path.name.endswith(".ckpt") and not path.is_dir():
         target = str(path).removesuffix(".ckpt")
         fix = f'if Lightning wrote it: trainer-kit checkpoint import {path}, and ckpt_path="{target}"; or {fix}'
-        return CheckpointError(path, None, "a file of weights cannot be resumed; pass a checkpoint directory", fix=fix)
+        return CheckpointError(
+            path, None, "a file of weights cannot be resumed; pass a checkpoint directory", fix=fix
+        )
     return CheckpointError(path, None, "holds only weights, and cannot be resumed", fix=fix)
 
 
@@ -331,7 +401,10 @@ def compare_hparams(hparams: Mapping[str, Any], state: Mapping[str, Any]) -> str
     if not names:
         return None
     shown = [mask_secrets({name: values[name] for name in names}) for values in (current, saved)]
-    listed = [f"{name}={shown[0][name]!r} (checkpoint: {shown[1][name]!r})" for name in names[:_MOST_NAMES]]
+    listed = [
+        f"{name}={shown[0][name]!r} (checkpoint: {shown[1][name]!r})"
+        for name in names[:_MOST_NAMES]
+    ]
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return f"hyperparameters of the module differ from the checkpoint's: {', '.join(listed)}{more}"
 

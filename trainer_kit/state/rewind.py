@@ -33,7 +33,9 @@ class _Held:
 
     def state(self) -> dict[str, Any]:
         """A copy: optimizers keep the tensors that they are given, and change them."""
-        state: dict[str, Any] = decode(self.tree, {name: tensor.clone() for name, tensor in self.tensors.items()})
+        state: dict[str, Any] = decode(
+            self.tree, {name: tensor.clone() for name, tensor in self.tensors.items()}
+        )
         return state
 
 
@@ -119,7 +121,9 @@ class Guard:
         state.pop("buffers", None)  # each rank keeps its own
         tree = encode(state, tensors, sharded=run.strategy.sharded)
         tensors = (
-            {name: tensor.detach().clone() for name, tensor in tensors.items()} if run.strategy.sharded else tensors
+            {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            if run.strategy.sharded
+            else tensors
         )
         self._states.append(_Held(step, tree, tensors, self._remember(), run.windows.length))
         while len(self._states) > 1 and self._states[1].step <= step - self._back:
@@ -142,12 +146,20 @@ class Guard:
         """
         if self.searching or not self._states:
             return
-        self._found, self._until, self._published, self._met = error, run.progress.step, published, False
+        self._found, self._until, self._published, self._met = (
+            error,
+            run.progress.step,
+            published,
+            False,
+        )
         self._first = run.progress.step
         self._publish = run.publish
         publish = run.publish
         run.publish = lambda values, step: publish(values, step) if step > self._published else None
-        run.bus.on_before_optimizer_step = (lambda optimizer: self._look(run), *run.bus.on_before_optimizer_step)
+        run.bus.on_before_optimizer_step = (
+            lambda optimizer: self._look(run),
+            *run.bus.on_before_optimizer_step,
+        )
         run.bus.on_train_step_end = (*run.bus.on_train_step_end, lambda: self._ask_again(run))
         raise Rewind
 
@@ -156,7 +168,9 @@ class Guard:
         fits = [held for held in self._states if held.step < self._first]
         held = fits[-1] if fits else self._states[0]
         del self._states[self._states.index(held) + 1 :]
-        run.say(f"going back from step {run.progress.step} to step {held.step}: a loss or a gradient was not finite")
+        run.say(
+            f"going back from step {run.progress.step} to step {held.step}: a loss or a gradient was not finite"
+        )
         requests, metrics, seconds = run.requests, run.metrics, run.progress.seconds
         if requests.checkpoints:
             self._asked.append((run.progress.step, list(requests.checkpoints)))
@@ -165,7 +179,10 @@ class Guard:
         feed = metrics.feed
         metrics.forget()
         metrics.feed = feed
-        for one in (run.windows.feed, *(run.validation.feeds if run.validation is not None else ())):
+        for one in (
+            run.windows.feed,
+            *(run.validation.feeds if run.validation is not None else ()),
+        ):
             one.loader_state.reopen()
         run.windows.length = held.length
         run.micro.losses, run.micro.started = [], -1
@@ -195,10 +212,19 @@ class Guard:
         rank = next((rank for rank, row in enumerate(rows) if row[2]), None)
         if rank is not None:  # the step before, whose gradients were finite
             what = world.broadcast(weights[0] if weights else "", rank)
-            self._judge(run, step - 1, f"{what} is not finite after step {step - 1}", "loss and gradients were finite")
+            self._judge(
+                run,
+                step - 1,
+                f"{what} is not finite after step {step - 1}",
+                "loss and gradients were finite",
+            )
         feed, epoch = run.windows.feed, run.progress.epoch
         if bad is not None:
-            holds = "" if are_finite(tensors_of(micro.batch)) else ", which holds NaN or infinity itself"
+            holds = (
+                ""
+                if are_finite(tensors_of(micro.batch))
+                else ", which holds NaN or infinity itself"
+            )
             mine = f"{bad[2]} in {feed.name_batch(epoch, bad[1])}{holds}; every parameter is finite"
         else:
             mine = ", ".join(feed.name_batch(epoch, micro.first + i) for i in range(micro.count))
@@ -210,13 +236,19 @@ class Guard:
             rank = next(rank for rank, row in enumerate(rows) if row[1])
             what = f"the gradient of {world.broadcast(names[-1] if names else '', rank)}"
             if world.size > 1:
-                mine = "; ".join(f"rank {i}: {one}" for i, one in enumerate(world.all_gather_object(mine)))
+                mine = "; ".join(
+                    f"rank {i}: {one}" for i, one in enumerate(world.all_gather_object(mine))
+                )
             mine = f"the loss is finite, {int(rows[rank][1])} gradients are not; in {mine}"
         self._judge(run, step, f"{what} is not finite at step {step}", mine)
 
     def _judge(self, run: Fit, step: int, problem: str, found: str) -> None:
         if self._raises or len(self._left_out) >= self._most:
-            left = f"; steps {', '.join(map(str, self._left_out))} were left out before" if self._left_out else ""
+            left = (
+                f"; steps {', '.join(map(str, self._left_out))} were left out before"
+                if self._left_out
+                else ""
+            )
             raise NonFiniteError(
                 problem,
                 found=f"{found}{left}",
@@ -243,10 +275,14 @@ class Guard:
         """Request the checkpoints again that hold steps of the window that is left out, where they still exist."""
         stale = [one for one in self._written if one[0] >= self._first]
         self._written = [one for one in self._written if one[0] < self._first]
-        there = run.strategy.world.broadcast([path for _, paths in stale for path in paths if locate(path).exists()])
+        there = run.strategy.world.broadcast(
+            [path for _, paths in stale for path in paths if locate(path).exists()]
+        )
         for step, paths in stale:
             again: list[tuple[str, CheckpointRequest | None]] = [
-                ("left out", _Rewrite(locate(path), weights)) for path, weights in paths.items() if path in there
+                ("left out", _Rewrite(locate(path), weights))
+                for path, weights in paths.items()
+                if path in there
             ]
             self._asked.append((step, again))
 
@@ -266,4 +302,8 @@ class Guard:
 
 def _not_finite(module: nn.Module) -> list[str]:
     """Names of the parameters whose gradients are not finite. NaN moves backward, so the last one had it first."""
-    return [name for name, p in module.named_parameters() if p.grad is not None and not are_finite([p.grad])]
+    return [
+        name
+        for name, p in module.named_parameters()
+        if p.grad is not None and not are_finite([p.grad])
+    ]

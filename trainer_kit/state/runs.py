@@ -86,7 +86,9 @@ class _Execution:
 
     def at_exit(self) -> None:
         """Mark the runs of this script as ended, unless an exception or a signal ended it: they are not continued."""
-        failed = hasattr(sys, "last_value") or any(record.status != "finished" for record in self.begun.values())
+        failed = hasattr(sys, "last_value") or any(
+            record.status != "finished" for record in self.begun.values()
+        )
         if failed or os.getpid() != self.pid:
             return
         for record in reversed(self.begun.values()):  # the first one decides how the others end
@@ -203,7 +205,9 @@ class RunFiles:
         if self.continued is None:
             return []
         today = {_real(directory) for directory in named_directories(callbacks)}
-        inside = tuple(os.path.realpath(parent) + os.sep for parent in (self.root, self.continued.directory))
+        inside = tuple(
+            os.path.realpath(parent) + os.sep for parent in (self.root, self.continued.directory)
+        )
         return [
             locate(place)
             for place in self.continued.places
@@ -248,13 +252,21 @@ class RunFiles:
         if fits and self.records:
             count_fit()
         if world.size > 1:
-            mine = (str(self.directory), _logger_states(self._of_directory)) if world.rank == 0 else ("", [])
+            mine = (
+                (str(self.directory), _logger_states(self._of_directory))
+                if world.rank == 0
+                else ("", [])
+            )
             (self._directory, states), self.data_seed = world.broadcast((mine, self.data_seed))
             if world.rank:  # names and directories of loggers are read on every rank
                 _load_loggers(self._of_directory, states)
         if self.loggers and world.rank == 0:
             journal = self.journal or JSONLLogger(str(self.directory), "", "")
-            own = (one for one in self.loggers if isinstance(one, JSONLLogger) and one.path == journal.path)
+            own = (
+                one
+                for one in self.loggers
+                if isinstance(one, JSONLLogger) and one.path == journal.path
+            )
             given = next(own, None)
             if given is None:
                 self.journal = journal
@@ -270,7 +282,9 @@ class RunFiles:
             return None, None
         path, again, words = script(), launches(), arguments()
         restarted = [name for name, is_restart in again.items() if is_restart]
-        known = (record for directory in self.run_directories() for record in _sound(directory / RUN))
+        known = (
+            record for directory in self.run_directories() for record in _sound(directory / RUN)
+        )
         found = sorted(known, key=lambda record: record.number, reverse=True)
         given = handed_over() if _EXECUTION.fits == 0 else {}
         name = getattr(self.loggers[0], "name", "") if self.loggers else ""
@@ -292,12 +306,22 @@ class RunFiles:
             checkpoints=[],
         )
         same = [record for record in found if record.is_attempt_of(new)]
-        old = next((r for r in same if r.args == words and any(name in r.launches for name in restarted)), None)
+        old = next(
+            (r for r in same if r.args == words and any(name in r.launches for name in restarted)),
+            None,
+        )
         if old is None and self.resume == "auto":
             if _EXECUTION.chosen and path is not None:
                 old = next((record for record in same if record.execution == _EXECUTION.id), None)
             else:
-                old = next((r for i, r in enumerate(same) if r.status != "finished" or (i == 0 and not r.ended)), None)
+                old = next(
+                    (
+                        r
+                        for i, r in enumerate(same)
+                        if r.status != "finished" or (i == 0 and not r.ended)
+                    ),
+                    None,
+                )
         _load_loggers(self._of_directory, given.get("loggers", []) if old is None else old.loggers)
         self._forget_directory()
         seed = given.get("seed") if old is None else old.seed
@@ -306,7 +330,9 @@ class RunFiles:
         new = replace(new, seed=self.data_seed, loggers=_logger_states(self._of_directory))
         if old is not None:
             _EXECUTION.id = old.execution
-            new = replace(new, id=old.id, number=old.number, execution=old.execution, started=old.started)
+            new = replace(
+                new, id=old.id, number=old.number, execution=old.execution, started=old.started
+            )
         return new, old
 
     def replace_loggers(self, loggers: Sequence[Any]) -> None:
@@ -326,10 +352,16 @@ class RunFiles:
     def hand_over(self) -> dict[str, str]:
         """The variable by which ranks and restarts get the id, the seed and the loggers that are drawn here."""
         self.read_seed()
-        drawn = {"id": secrets.token_hex(8), "seed": self.data_seed, "loggers": _logger_states(self._of_directory)}
+        drawn = {
+            "id": secrets.token_hex(8),
+            "seed": self.data_seed,
+            "loggers": _logger_states(self._of_directory),
+        }
         return {HANDED_OVER: json.dumps(drawn)}
 
-    def begin(self, directories: list[Location], requests: Requests, progress: Progress, cleanup: Cleanup) -> None:
+    def begin(
+        self, directories: list[Location], requests: Requests, progress: Progress, cleanup: Cleanup
+    ) -> None:
         """Write the record, and have its end written when the fit ends. On rank 0, which holds the directories' locks.
 
         Args:
@@ -343,12 +375,16 @@ class RunFiles:
         """
         assert self.record is not None
         self.record = record = replace(
-            self.record, directory=os.path.abspath(self.directory), checkpoints=list(map(str, directories))
+            self.record,
+            directory=os.path.abspath(self.directory),
+            checkpoints=list(map(str, directories)),
         )
         _EXECUTION.chosen = _EXECUTION.chosen or self.continued is not None or self.resume == "auto"
         discard_torn(self.directory / RUN)
         if not write_record(record):
-            self.say(f'{self.directory / RUN} was not written by trainer_kit: resume="auto" will not find this run')
+            self.say(
+                f'{self.directory / RUN} was not written by trainer_kit: resume="auto" will not find this run'
+            )
             return
         typed_in = not record.script or multiprocessing.parent_process() is not None
 
@@ -362,7 +398,9 @@ class RunFiles:
                 finished=_now(),
                 ended=error is None and typed_in,  # no script will end
             )
-            with suppress(CheckpointError):  # then it counts as unfinished, and the next start finds nothing left to do
+            with suppress(
+                CheckpointError
+            ):  # then it counts as unfinished, and the next start finds nothing left to do
                 write_record(last)
             if not typed_in:
                 _EXECUTION.note(last)
@@ -450,11 +488,17 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         return
     directories = files.run_directories()
     problems = {
-        directory: f"{directory / RUN} {why}" for directory in directories if (why := record_problem(directory / RUN))
+        directory: f"{directory / RUN} {why}"
+        for directory in directories
+        if (why := record_problem(directory / RUN))
     }
     records = []
     for record in (record for directory in directories for record in _sound(directory / RUN)):
-        lost = "" if files.record is None or files.continued is not None else _lost(files.record, record)
+        lost = (
+            ""
+            if files.record is None or files.continued is not None
+            else _lost(files.record, record)
+        )
         if lost:
             problems[Path(record.directory)] = lost
         else:
@@ -464,7 +508,9 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
     ids = {record.id for record in records}
     listed = {_real(place) for record in records for place in record.places}
     beside = [absolute(directory / "checkpoints") for directory in directories]
-    for place in dict.fromkeys([*named_directories(callbacks), absolute(files.checkpoint_dir), *beside]):
+    for place in dict.fromkeys(
+        [*named_directories(callbacks), absolute(files.checkpoint_dir), *beside]
+    ):
         there = [one for one in checkpoints(place) if one.info.get("run") and _is_whole(one.path)]
         unknown = [one for one in there if one.info["run"] not in ids]
         # A later run of the same directory has replaced the record, so sound records need not list all of them.
@@ -472,7 +518,9 @@ def check_records(files: RunFiles, callbacks: Sequence[KeepsCheckpoints]) -> Non
         if not unknown or explained:
             continue
         newest = unknown[-1]
-        why = problems.get(Path(str(place)).parent) or next(iter(problems.values()), f"no {RUN} knows their run")
+        why = problems.get(Path(str(place)).parent) or next(
+            iter(problems.values()), f"no {RUN} knows their run"
+        )
         raise ConfigurationError(
             f"the checkpoints in {place} belong to an unknown run",
             found=f"{why}; the newest checkpoint there is of step {newest.step}",
@@ -503,11 +551,15 @@ def _lost(new: RunRecord, record: RunRecord) -> str:
         return ""
     if (record.fit, record.name, record.program) != (new.fit, new.name, new.program):
         return ""
-    for what, recorded, today in (("script", record.script, new.script), ("root", record.root, new.root)):
+    for what, recorded, today in (
+        ("script", record.script, new.script),
+        ("root", record.root, new.root),
+    ):
         gone = recorded and not is_url(recorded) and not os.path.exists(recorded)
         if gone and not record.is_at(recorded, today):
             return (
-                f"{record.directory} holds an unfinished run whose {what} was {recorded}, which does not exist any more"
+                f"{record.directory} holds an unfinished run whose {what} was {recorded}, "
+                f"which does not exist any more"
             )
     return ""
 
@@ -543,7 +595,9 @@ def take_directories(
     def take() -> list[str]:
         names: list[str] = []
         today = [absolute(directory) for directory in files.checkpoint_directories(callbacks)]
-        recorded = [directory for directory in files.recorded_directories(callbacks) if directory.is_dir()]
+        recorded = [
+            directory for directory in files.recorded_directories(callbacks) if directory.is_dir()
+        ]
         locks: Cleanup = []
         try:
             for directory in distinct([*today, *recorded]):

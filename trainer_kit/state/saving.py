@@ -65,13 +65,17 @@ def save_requested(run: Fit, last: bool = False) -> bool:
         return settle_save(run) if last else True
     check_finite(run)
     settle_save(run)
-    paths = {str(_path(run, request)): bool(request and request.weights_only) for _, request in asked}
+    paths = {
+        str(_path(run, request)): bool(request and request.weights_only) for _, request in asked
+    }
     paths = run.strategy.world.broadcast(paths)
     save = Save(run.progress.step, [request for _, request in asked], paths, last=last)
     asked.clear()
     if run.guard is not None:
         run.guard.wrote(run.progress.step, paths)
-    states = {weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))}
+    states = {
+        weights_only: run.collect(weights_only) for weights_only in sorted(set(paths.values()))
+    }
     _begin(run, save, states)
     return True if run.saver.background and not last else settle_save(run)
 
@@ -156,7 +160,9 @@ def abandon_save(run: Fit) -> None:
 
 
 def _timed_out(outcome: Outcome) -> bool:
-    return any(one is not None and isinstance(one.__cause__, TimeoutError) for one in outcome.values())
+    return any(
+        one is not None and isinstance(one.__cause__, TimeoutError) for one in outcome.values()
+    )
 
 
 def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
@@ -170,7 +176,12 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
     def begin() -> None:
         if world.rank != 0 and not shared:
             return
-        info = {"epoch": progress.epoch, "step": progress.step, "world_size": world.size, "run": run.id}
+        info = {
+            "epoch": progress.epoch,
+            "step": progress.step,
+            "world_size": world.size,
+            "run": run.id,
+        }
         snapshots = {}
         for weights_only, state in states.items():
             copy = saver.buffers[weights_only] if copies else None
@@ -183,7 +194,9 @@ def _begin(run: Fit, save: Save, states: dict[bool, dict[str, Any]]) -> None:
         slow.start()
         try:
             write = partial(_write, saver, save, snapshots, writes, all_began, logged)
-            save.writing = Background(write, done=partial(_written, run, slow), thread=saver.in_thread)
+            save.writing = Background(
+                write, done=partial(_written, run, slow), thread=saver.in_thread
+            )
         except BaseException:
             slow.cancel()
             raise
@@ -203,7 +216,9 @@ def _take(
     parts = {"model" if name == "state_dict" else name: part for name, part in state.items()}
     if not run.strategy.sharded:
         return take_snapshot(parts, info=info, copy=False if copy is None else copy)
-    from trainer_kit.checkpoint.sharded import take_sharded_snapshot  # torch's planner: half a second
+    from trainer_kit.checkpoint.sharded import (
+        take_sharded_snapshot,
+    )  # torch's planner: half a second
 
     parts["model"] = without_own_buffers(run.strategy, run.module, parts["model"])
     return take_sharded_snapshot(parts, info=info, group=group, copy=copy)
@@ -244,7 +259,9 @@ class _Writing:
                 raise
             # A rank was too slow, or died: then the next collective call of training raises.
             late = TimeoutError(errno.ETIMEDOUT, str(error))
-            raise CheckpointError(path, None, "a rank did not answer in time; its storage may be slow") from late
+            raise CheckpointError(
+                path, None, "a rank did not answer in time; its storage may be slow"
+            ) from late
 
     def is_finite(self, snapshot: Any) -> bool:
         if not self.together:
@@ -283,12 +300,18 @@ def _write(
         if save.abandoned:  # only this rank knows: all collective calls come before this line
             continue
         if saver.finite and not finite:
-            save.messages.append(f"the weights in {path} are not finite: the last checkpoint with finite weights stays")
+            save.messages.append(
+                f"the weights in {path} are not finite: the last checkpoint with finite weights stays"
+            )
         saver.finite = finite
         for request in save.requests_of(path) if writing.first else ():
             if not finite:
                 call_optional(request, "not_finite")
-            problem = _mark_last(path) if request is None else call_optional(request, "committed", locate(path))
+            problem = (
+                _mark_last(path)
+                if request is None
+                else call_optional(request, "committed", locate(path))
+            )
             if problem:
                 save.messages.append(problem)
     return outcome
@@ -316,10 +339,14 @@ def _outcome(run: Fit, save: Save) -> Outcome:
         except BaseException as error:
             problem = error
     # Errors lose their cause on the way to other ranks: look at it here.
-    problem = problem or next((one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None)
+    problem = problem or next(
+        (one for one in outcome.values() if one and not isinstance(one.__cause__, OSError)), None
+    )
     if run.strategy.world.size > 1:
         others = shared_error(problem, 0) if isinstance(problem, Exception) else problem
-        outcome, others, timed_out = run.strategy.world.broadcast((outcome, others, _timed_out(outcome)))
+        outcome, others, timed_out = run.strategy.world.broadcast(
+            (outcome, others, _timed_out(outcome))
+        )
         problem = problem or others
         if timed_out and run.strategy.sharded:
             run.strategy.world.side_group(recreate=True)
@@ -354,7 +381,12 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
         steps = [record.step for record in checkpoints(path.parent) if record.step is not None]
     kept = f"kept step {steps[-1]}" if steps else "no checkpoint is there yet"
     next_try = next(
-        (found for request in save.requests_of(str(path)) if (found := getattr(request, "next_try", ""))), ""
+        (
+            found
+            for request in save.requests_of(str(path))
+            if (found := getattr(request, "next_try", ""))
+        ),
+        "",
     )
     if save.last or run.requests.signal or run.schedule.finished(run.progress) is not None:
         outlook = "this run ends without it"
@@ -365,7 +397,9 @@ def _report(run: Fit, save: Save, path: Location, failure: CheckpointError) -> N
 
 def _say_slow(run: Fit, save: Save) -> None:
     outlook = "training waits for it" if save.awaited else "training continues"
-    run.say(f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}")
+    run.say(
+        f"save of step {save.step} has taken {_SLOW:.0f} s ({', '.join(save.paths)}); {outlook}"
+    )
 
 
 _OVERFLOWS: Final = 20

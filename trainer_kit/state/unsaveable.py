@@ -23,7 +23,12 @@ from trainer_kit.state.collect import own_part
 __all__ = ["Unsaveable", "entries_of_hook"]
 
 _OF_USERS: Final = ("callbacks", "datamodule")
-_OF_THE_LIBRARY: Final = (OF_A_RUN - {*_OF_USERS}) | {"state_dict", "hyper_parameters", "epoch", "global_step"}
+_OF_THE_LIBRARY: Final = (OF_A_RUN - {*_OF_USERS}) | {
+    "state_dict",
+    "hyper_parameters",
+    "epoch",
+    "global_step",
+}
 _MAPPINGS: Final = (dict, OrderedDict, HParams)
 _HOOK: Final = "on_save_checkpoint"
 _UNKNOWN: Final = object()
@@ -46,7 +51,9 @@ class Unsaveable:
         self._say = say
         self._reported: set[str | None] = set()
 
-    def check(self, state: Mapping[str, Any], owners: Iterable[Any], encode_state: Callable[[Any], None]) -> None:
+    def check(
+        self, state: Mapping[str, Any], owners: Iterable[Any], encode_state: Callable[[Any], None]
+    ) -> None:
         """Raise for what cannot be saved, or report it.
 
         Args:
@@ -115,7 +122,12 @@ def entries_of_hook(owner: Any) -> dict[str, Any]:
         return {}
     try:
         [definition] = ast.parse(textwrap.dedent(inspect.getsource(hook))).body
-    except (OSError, TypeError, SyntaxError, ValueError):  # without source, or one of several lambdas in a line
+    except (
+        OSError,
+        TypeError,
+        SyntaxError,
+        ValueError,
+    ):  # without source, or one of several lambdas in a line
         return {}
     if not isinstance(definition, ast.FunctionDef):
         return {}
@@ -125,7 +137,9 @@ def entries_of_hook(owner: Any) -> dict[str, Any]:
     scope = _Scope(hook, names[0], owner)
     entries: dict[str, Any] = {}
     for statement in definition.body:
-        if isinstance(statement, (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Return, ast.Raise)):
+        if isinstance(
+            statement, (ast.If, ast.For, ast.While, ast.Try, ast.With, ast.Return, ast.Raise)
+        ):
             break
         for name, value in _assigned(statement, names[-1]):
             entries[name] = scope.value(value)
@@ -139,7 +153,11 @@ def _assigned(statement: ast.stmt, checkpoint: str) -> Iterator[tuple[str, ast.e
     for target in statement.targets:
         if not (isinstance(target, ast.Subscript) and isinstance(target.slice, ast.Constant)):
             continue
-        if isinstance(target.value, ast.Name) and target.value.id == checkpoint and isinstance(target.slice.value, str):
+        if (
+            isinstance(target.value, ast.Name)
+            and target.value.id == checkpoint
+            and isinstance(target.slice.value, str)
+        ):
             yield target.slice.value, statement.value
 
 
@@ -166,11 +184,15 @@ class _Scope:
             keys = [self.value(key) if key is not None else _UNKNOWN for key in expression.keys]
             values = [self.value(value) for value in expression.values]
             pairs = zip(keys, values, strict=True)
-            return {key: value for key, value in pairs if isinstance(key, str) and value is not _UNKNOWN}
+            return {
+                key: value for key, value in pairs if isinstance(key, str) and value is not _UNKNOWN
+            }
         if isinstance(expression, ast.Call):
             function = self.value(expression.func)
             unsaveable = isinstance(function, type) and cannot_be_stored(function)
-            return object.__new__(function) if unsaveable else _UNKNOWN  # only its class is looked at
+            return (
+                object.__new__(function) if unsaveable else _UNKNOWN
+            )  # only its class is looked at
         return _UNKNOWN
 
     def _named(self, name: str) -> Any:

@@ -59,8 +59,19 @@ class WindowLoader:
         limit: int | None = None,
         ahead: Callable[[Iterable[Any]], Iterator[Any]] | None = None,
     ) -> None:
-        self.feed, self.micro, self.group, self.divisor, self.parts = feed, micro, group, divisor, parts
-        self.loss_weight, self.weighting, self.limit, self.ahead = loss_weight, weighting, limit, ahead
+        self.feed, self.micro, self.group, self.divisor, self.parts = (
+            feed,
+            micro,
+            group,
+            divisor,
+            parts,
+        )
+        self.loss_weight, self.weighting, self.limit, self.ahead = (
+            loss_weight,
+            weighting,
+            limit,
+            ahead,
+        )
         self.length = 1
         self.left_out: set[int] = set()
         self._by_samples = False
@@ -77,7 +88,9 @@ class WindowLoader:
         start = progress.epoch_batch
         batches: Iterator[Any] = iter(self.feed.sized_epoch(progress.epoch, start))
         if self.limit is not None:
-            batches = islice(batches, max(0, self.limit - start))  # a resumed run may be beyond its limit
+            batches = islice(
+                batches, max(0, self.limit - start)
+            )  # a resumed run may be beyond its limit
         if self.ahead is not None:
             batches = self._ahead(self._weighed(*pair) for pair in batches)
         self._batches = batches
@@ -106,7 +119,9 @@ class WindowLoader:
         """Release the batches of an epoch that an error ended."""
         self._batches = iter(())
 
-    def _without(self, windows: Iterator[MicroBatches], progress: Progress) -> Iterator[MicroBatches]:
+    def _without(
+        self, windows: Iterator[MicroBatches], progress: Progress
+    ) -> Iterator[MicroBatches]:
         """Replace the windows of steps in ``left_out`` by windows without micro-batches: nothing is trained on them."""
         for micro in windows:
             if micro.started + 1 in self.left_out:
@@ -126,7 +141,13 @@ class WindowLoader:
         for batch, size in batches:
             if self.length == 1 and self.measure is None:
                 one[0], sizes[0] = batch, size
-                micro.batches, micro.sizes, micro.weights, micro.factors, micro.count = one, sizes, sizes, None, 1
+                micro.batches, micro.sizes, micro.weights, micro.factors, micro.count = (
+                    one,
+                    sizes,
+                    sizes,
+                    None,
+                    1,
+                )
             else:
                 if self.measure is not None:
                     self._measured([size], [size])
@@ -137,7 +158,9 @@ class WindowLoader:
             start += micro.count
             yield micro
 
-    def _load(self, batches: list[Any], sizes: list[int], weights: Sequence[float] | None = None) -> None:
+    def _load(
+        self, batches: list[Any], sizes: list[int], weights: Sequence[float] | None = None
+    ) -> None:
         micro = self.micro
         micro.batches, micro.sizes, micro.count = batches, sizes, len(batches)
         micro.weights = sizes if weights is None else weights
@@ -154,7 +177,11 @@ class WindowLoader:
             if self.measure is not None:
                 self._measured([window[0][0]], [window[0][1]])
                 window += islice(items, self.length - len(window))
-            self._load([item[2] for item in window], [item[0] for item in window], [item[1] for item in window])
+            self._load(
+                [item[2] for item in window],
+                [item[0] for item in window],
+                [item[1] for item in window],
+            )
             micro.first, micro.started = start, micro.progress.step
             micro.fresh, micro.contributed = True, False
             start += micro.count
@@ -198,8 +225,14 @@ class WindowLoader:
             source, self._source = self._source, None
             self._measured(sizes, weights)
             rest = self._columns(list(islice(source, self.length - 1)))
-            sizes, weights, batches = (old + new for old, new in zip((sizes, weights, batches), rest, strict=True))
-        known = [self.feed.samples(start + i) for i in range(len(batches))] if self._by_samples else [None]
+            sizes, weights, batches = (
+                old + new for old, new in zip((sizes, weights, batches), rest, strict=True)
+            )
+        known = (
+            [self.feed.samples(start + i) for i in range(len(batches))]
+            if self._by_samples
+            else [None]
+        )
         if None not in known:
             if not batches:
                 return False
@@ -207,7 +240,9 @@ class WindowLoader:
             total: float = sum(micro.sizes) * self.parts
         else:
             there = sum(batch is not None for batch in batches)
-            rows = self.group.agree([len(batches), sum(weights), sum(sizes), there])  # one small exchange on the CPU
+            rows = self.group.agree(
+                [len(batches), sum(weights), sum(sizes), there]
+            )  # one small exchange on the CPU
             micro.uneven = len({row[3] for row in rows}) > 1
             longest, total = int(max(row[0] for row in rows)), sum(row[1] for row in rows)
             if longest == 0:
@@ -224,11 +259,17 @@ class WindowLoader:
     def _columns(self, window: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """The sizes, weights and batches of a window."""
         if self.ahead is not None:
-            return [item[0] for item in window], [item[1] for item in window], [item[2] for item in window]
+            return (
+                [item[0] for item in window],
+                [item[1] for item in window],
+                [item[2] for item in window],
+            )
         batches = [None if batch is EMPTY else batch for batch, _ in window]
         weights = sizes = [size for _, size in window]
         if self.loss_weight is not None:
-            weights = [0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)]
+            weights = [
+                0.0 if b is None else self._weigh(b, n) for b, n in zip(batches, sizes, strict=True)
+            ]
         return sizes, weights, batches
 
     def _measured(self, sizes: Sequence[float], weights: Sequence[float]) -> None:
@@ -241,7 +282,9 @@ class WindowLoader:
 
     def _load_one(self, window: list[Any], start: int) -> bool:
         """A faster `_load_together` for a window of one batch with a known number of samples."""
-        samples = self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
+        samples = (
+            self.feed.samples(start) if len(window) == 1 and window[0] is not MISSING else None
+        )
         if samples is None or self.measure is not None:
             return self._load_together(window, start)
         micro, (batch, size) = self.micro, window[0]

@@ -45,11 +45,15 @@ def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
                 found=repr(callback.order),
                 fix=did_you_mean(str(callback.order), _ORDER),
             )
-    keys = [callback.state_key for callback in chosen if is_overridden("state_dict", callback, Callback)]
+    keys = [
+        callback.state_key for callback in chosen if is_overridden("state_dict", callback, Callback)
+    ]
     for key in keys:
         if keys.count(key) > 1:
             first = next(callback for callback in chosen if callback.state_key == key)
-            raise ConfigurationError(f"two callbacks have the same state key {key!r}", fix=first.duplicate_key_fix)
+            raise ConfigurationError(
+                f"two callbacks have the same state key {key!r}", fix=first.duplicate_key_fix
+            )
     return sorted(chosen, key=lambda callback: _ORDER[callback.order])
 
 
@@ -117,7 +121,12 @@ class Bus:
     ) -> None:
         for name in Bus.names():
             found: list[Callable[..., Any]] = [
-                _fitting(name, partial(getattr(callback, name), trainer, module), getattr(callback, name), 2)
+                _fitting(
+                    name,
+                    partial(getattr(callback, name), trainer, module),
+                    getattr(callback, name),
+                    2,
+                )
                 for callback in callbacks
                 if is_overridden(name, callback, Callback)
                 and not (callback.order == "late" and name == "on_train_epoch_end")
@@ -133,11 +142,17 @@ class Bus:
         self.on_train_epoch_end_late = _entered("on_train_epoch_end", scope, late)
 
     @staticmethod
-    def _of_module(name: str, module: nn.Module, datamodule: DataModule | None) -> list[Callable[..., Any]]:
+    def _of_module(
+        name: str, module: nn.Module, datamodule: DataModule | None
+    ) -> list[Callable[..., Any]]:
         found: list[Callable[..., Any]] = []
         if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
             found.append(_fitting(name, getattr(module, name), getattr(module, name), 0))
-        if name == "on_exception" and datamodule is not None and is_overridden(name, datamodule, DataHooks):
+        if (
+            name == "on_exception"
+            and datamodule is not None
+            and is_overridden(name, datamodule, DataHooks)
+        ):
             found.append(datamodule.on_exception)
         return found
 
@@ -155,7 +170,9 @@ class Bus:
 
     def listeners(self, name: str) -> list[str]:
         """The classes that override ``name``, in order, for ``explain()``."""
-        return [_owner(listener) for listener in getattr(self, name) if not isinstance(listener, _Enter)]
+        return [
+            _owner(listener) for listener in getattr(self, name) if not isinstance(listener, _Enter)
+        ]
 
 
 class _Enter:
@@ -174,7 +191,9 @@ def _entered(name: str, scope: _Scope, found: Sequence[Callable[..., Any]]) -> L
     return (_Enter(name, scope), *found) if found else ()
 
 
-def _wrapped(name: str, found: list[Callable[..., Any]], callbacks: Sequence[Callback]) -> list[Callable[..., Any]]:
+def _wrapped(
+    name: str, found: list[Callable[..., Any]], callbacks: Sequence[Callback]
+) -> list[Callable[..., Any]]:
     """The listeners of a hook, wrapped by the callbacks that override ``wrap_hook``."""
     for callback in callbacks:
         if is_overridden("wrap_hook", callback, Callback):
@@ -182,7 +201,9 @@ def _wrapped(name: str, found: list[Callable[..., Any]], callbacks: Sequence[Cal
     return found
 
 
-def _fitting(name: str, bound: Callable[..., Any], method: Callable[..., Any], leading: int) -> Callable[..., Any]:
+def _fitting(
+    name: str, bound: Callable[..., Any], method: Callable[..., Any], leading: int
+) -> Callable[..., Any]:
     """Adapt a listener that lacks the last argument of evaluation hooks, ``dataloader_idx``."""
     if not name.endswith(("_batch_start", "_batch_end")) or "train" in name:
         return bound

@@ -46,7 +46,9 @@ def calls_once(optimizer: Optimizer) -> bool:
         False
     """
     parameters = _parameters_of_step(optimizer)
-    if "closure" not in parameters and all(p.kind is not p.VAR_KEYWORD for p in parameters.values()):
+    if "closure" not in parameters and all(
+        p.kind is not p.VAR_KEYWORD for p in parameters.values()
+    ):
         return True
     module = inspect.unwrap(optimizer.step).__module__
     return module.startswith(_FIRST_ORDER) and not requires_closure(optimizer)
@@ -56,7 +58,9 @@ def _parameters_of_step(optimizer: Optimizer) -> Any:
     return inspect.signature(optimizer.step).parameters
 
 
-def refusal(optimizer: Optimizer, strategy: Strategy, precision: Precision) -> ConfigurationError | None:
+def refusal(
+    optimizer: Optimizer, strategy: Strategy, precision: Precision
+) -> ConfigurationError | None:
     """The error for an optimizer that runs a window again, if that is not possible here; else None."""
     if precision.scales:
         return refusal_of_scaling(optimizer)
@@ -66,11 +70,15 @@ def refusal(optimizer: Optimizer, strategy: Strategy, precision: Precision) -> C
 
 def refusal_of_scaling(optimizer: Optimizer) -> ConfigurationError:
     """The error for an optimizer that recomputes gradients inside its step, where they would be scaled."""
-    return _refusal(optimizer, "it cannot run with scaled gradients", "use bf16 mixed precision, or float32")
+    return _refusal(
+        optimizer, "it cannot run with scaled gradients", "use bf16 mixed precision, or float32"
+    )
 
 
 def _refusal(optimizer: Optimizer, why: str, fix: str) -> ConfigurationError:
-    return ConfigurationError(f"{type(optimizer).__name__} evaluates the loss again inside its step: {why}", fix=fix)
+    return ConfigurationError(
+        f"{type(optimizer).__name__} evaluates the loss again inside its step: {why}", fix=fix
+    )
 
 
 @final
@@ -104,7 +112,11 @@ class Closures:
         def closure() -> Any:
             nonlocal called
             first, called = not called, True
-            return self._loss() if first and self._unchanged(gradients, versions, norms) else self._again()
+            return (
+                self._loss()
+                if first and self._unchanged(gradients, versions, norms)
+                else self._again()
+            )
 
         return closure
 
@@ -112,7 +124,9 @@ class Closures:
         present = [gradient for gradient in gradients if gradient is not None]
         return list(map(_VERSION, chain(self._parameters, present)))
 
-    def _unchanged(self, gradients: Sequence[Tensor | None], versions: list[int], norms: list[Tensor] | None) -> bool:
+    def _unchanged(
+        self, gradients: Sequence[Tensor | None], versions: list[int], norms: list[Tensor] | None
+    ) -> bool:
         kept = all(map(is_, gradients, map(_GRADIENT, self._parameters)))
         if self._unversioned or not kept or versions != self._versions(gradients):
             return False
@@ -127,6 +141,8 @@ class Closures:
     def _norms(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
         every = [*self._parameters, *(gradient for gradient in gradients if gradient is not None)]
         return [
-            torch.linalg.vector_norm(local(t.detach()), dtype=torch.promote_types(t.dtype, torch.float32))
+            torch.linalg.vector_norm(
+                local(t.detach()), dtype=torch.promote_types(t.dtype, torch.float32)
+            )
             for t in every
         ]

@@ -96,7 +96,9 @@ def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
         run.metrics.leave_batch()
         reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
         _call(run, "epoch_end")
-        if run.listeners("epoch_end") or run.strategy.reports.size > 1:  # who listens may differ from rank to rank
+        if (
+            run.listeners("epoch_end") or run.strategy.reports.size > 1
+        ):  # who listens may differ from rank to rank
             reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
         _call(run, "end")
         run.metrics.reset_objects()
@@ -138,7 +140,9 @@ def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -
     if names:
         feed.record_indices()
     metrics.feed = feed if weigh is None else None
-    mine = padded_to_longest(feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy)
+    mine = padded_to_longest(
+        feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy
+    )
     for index, (batch, size) in enumerate(mine):
         run.batches += 1
         if lockstep and index == 0 and not _all_have(run, loader):
@@ -184,15 +188,26 @@ def _all_have(run: Evaluation, loader: int) -> bool:
     feed, ranks = run.feeds[loader], run.strategy.data.size
     samples = feed.samples(0)
     # Full batches go to the ranks in turn, so a single batch belongs to one rank.
-    return samples is not None and samples >= ranks and all(unit == "samples" for unit, _ in feed.stride)
+    return (
+        samples is not None
+        and samples >= ranks
+        and all(unit == "samples" for unit, _ in feed.stride)
+    )
 
 
 def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
     """Run a padding batch for the collectives of the other ranks, without hooks and without logging."""
     metrics = run.metrics
-    kept, metrics.table, metrics.hook = (metrics.table, metrics.by_batch), {}, f"{_HOOKS[run.stage]}_step"
+    kept, metrics.table, metrics.hook = (
+        (metrics.table, metrics.by_batch),
+        {},
+        f"{_HOOKS[run.stage]}_step",
+    )
     try:
-        with without_side_effects(run.module, run.strategy.device), run.precision.forward_context() or nullcontext():
+        with (
+            without_side_effects(run.module, run.strategy.device),
+            run.precision.forward_context() or nullcontext(),
+        ):
             step()
     finally:
         metrics.table, metrics.by_batch = kept
@@ -257,13 +272,18 @@ class _Evaluating:
             ending.__exit__(*sys.exc_info())
             raise
 
-    def _leave_table(self, completed: bool, hook: str, weight: float | None, feed: Feed | None) -> None:
+    def _leave_table(
+        self, completed: bool, hook: str, weight: float | None, feed: Feed | None
+    ) -> None:
         metrics = self._run.metrics
         metrics.leave(completed)
         metrics.hook, metrics.weight, metrics.feed = hook, weight, feed
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         self._ending.__exit__(kind, error, traceback)
 

@@ -189,7 +189,9 @@ class MicroBatches:
             return self._unusual(output, index)
         # The usual case in one frame: one loss, as a tensor.
         # A copy, for its memory may be written again: by its user, by a compiled step. On the CPU a number is cheapest.
-        kept = self.loss = output.item() if output.is_cpu else output.detach().clone()  # no sync point
+        kept = self.loss = (
+            output.item() if output.is_cpu else output.detach().clone()
+        )  # no sync point
         self.losses.append((kept, self.started, self.index))
         if self.wants_outputs:
             self.outputs = {"loss": output.detach().clone()}  # hooks may keep it, and write into it
@@ -199,7 +201,10 @@ class MicroBatches:
     def _weighed(self, loss: Tensor, output: object, index: int, name: str | None = None) -> Tensor:
         self.note(loss)
         if self.wants_outputs:
-            self.outputs = {**(output if isinstance(output, Mapping) else {}), "loss": loss.detach().clone()}
+            self.outputs = {
+                **(output if isinstance(output, Mapping) else {}),
+                "loss": loss.detach().clone(),
+            }
         self.contributed = True
         if self.factors is not None:
             loss = loss * self.factors[index]
@@ -210,7 +215,9 @@ class MicroBatches:
     def note(self, loss: Tensor) -> None:
         """Remember a loss for the next look at whether all were finite; nothing is read from the device."""
         on_host = loss.__class__ is Tensor and loss.is_cpu
-        kept = self.loss = loss.item() if on_host else loss.detach().clone()  # no sync point, as in `forward`
+        kept = self.loss = (
+            loss.item() if on_host else loss.detach().clone()
+        )  # no sync point, as in `forward`
         self.losses.append((kept, self.started, self.index))
 
     def first_bad(self) -> tuple[int, int, float] | None:
@@ -233,7 +240,11 @@ class MicroBatches:
         if any(finite) if self._scale is not None else all(finite):
             return None
         at = finite.index(False)
-        return seen[at][1] + 1, seen[at][2], float(losses[at])  # sync point: the run ends or goes back
+        return (
+            seen[at][1] + 1,
+            seen[at][2],
+            float(losses[at]),
+        )  # sync point: the run ends or goes back
 
     def _unusual(self, output: Any, index: int) -> Any | None:
         """Handle every result of a step other than a plain tensor."""
@@ -245,12 +256,18 @@ class MicroBatches:
             self.skipped += 1
             self.start_gradients()
             return None
-        if self._several is not None and isinstance(output, Mapping) and self._several.keys() <= output.keys():
+        if (
+            self._several is not None
+            and isinstance(output, Mapping)
+            and self._several.keys() <= output.keys()
+        ):
             named = {}
             for name in self._several:
                 if output[name] is not None:
                     named[name] = self._weighed(output[name], output, index, name)
-            self.outputs = {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()}
+            self.outputs = {
+                k: v.detach() if isinstance(v, Tensor) else v for k, v in output.items()
+            }
             if not named:
                 self.start_gradients()
             return named or None
@@ -327,7 +344,10 @@ class MicroBatches:
         metrics, kept = self._metrics, {name: getattr(self, name) for name in _OF_FIRST_RUN}
         table, hook = metrics.table, metrics.hook
         quiet = self._bus.silent()
-        quiet.on_before_backward, quiet.on_after_backward = self._bus.on_before_backward, self._bus.on_after_backward
+        quiet.on_before_backward, quiet.on_after_backward = (
+            self._bus.on_before_backward,
+            self._bus.on_after_backward,
+        )
         self._bus, self.progress, self.agree_on_exit, self._draws = quiet, Progress(), None, False
         self.fresh, metrics.table = True, {}
         if self._noise is not None:
@@ -364,7 +384,11 @@ class MicroBatches:
         self.batch, self._metrics.weight = whole, weight
         if not self.wants_outputs or len(outputs) == 1:
             return
-        losses = [one["loss"] * share for one, share in outputs if isinstance(one, Mapping) and "loss" in one]
+        losses = [
+            one["loss"] * share
+            for one, share in outputs
+            if isinstance(one, Mapping) and "loss" in one
+        ]
         if len(losses) == len(outputs):
             self.outputs = {**outputs[-1][0], "loss": torch.stack(losses).sum()}
 
@@ -410,7 +434,9 @@ def _backward(loss: Tensor, **options: Any) -> None:
 def _check_loss(loss: Tensor) -> None:
     if loss.numel() != 1:
         raise ConfigurationError(
-            "the loss is not a single number", found=f"shape {tuple(loss.shape)}", fix="return its .mean()"
+            "the loss is not a single number",
+            found=f"shape {tuple(loss.shape)}",
+            fix="return its .mean()",
         )
     if not loss.requires_grad:
         raise ConfigurationError(

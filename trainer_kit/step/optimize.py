@@ -18,7 +18,13 @@ from trainer_kit.metrics.objects import remember_metrics
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.step.bus import Bus
-from trainer_kit.step.closures import Closures, calls_once, refusal, refusal_of_scaling, requires_closure
+from trainer_kit.step.closures import (
+    Closures,
+    calls_once,
+    refusal,
+    refusal_of_scaling,
+    requires_closure,
+)
 from trainer_kit.step.micro_batch import MicroBatches
 from trainer_kit.step.optimizers import LRSchedulerConfig, OptimizerProxy, Optimizers, parameters_of
 from trainer_kit.strategies.strategy import Strategy
@@ -73,7 +79,13 @@ class Stepper:
         clip: tuple[float, str] | None,
         metrics: Callable[[], Mapping[str, Any]],
     ) -> None:
-        self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
+        self.made, self.module, self.strategy, self.precision, self.bus = (
+            made,
+            module,
+            strategy,
+            precision,
+            bus,
+        )
         self.clip, self.metrics = clip, metrics
         self._skips = precision.skips
         self.window: Any = None
@@ -95,9 +107,17 @@ class Stepper:
         self._parameters = {id(o): [p for group in state(o)[0] for p in group] for o in optimizers}
         self._all[:] = [p for parameters in self._parameters.values() for p in parameters]
         names: Sequence[str | None] = self.made.names or [None] * len(optimizers)
-        self._runs = [(o, self._clip(o), self._how(o, name)) for o, name in zip(optimizers, names, strict=True)]
+        self._runs = [
+            (o, self._clip(o), self._how(o, name))
+            for o, name in zip(optimizers, names, strict=True)
+        ]
         if self.several is not None:
-            self.several.update({n: parameters_of(o) for n, o in zip(self.made.names or (), optimizers, strict=True)})
+            self.several.update(
+                {
+                    n: parameters_of(o)
+                    for n, o in zip(self.made.names or (), optimizers, strict=True)
+                }
+            )
 
     def replace(self, optimizers: list[Optimizer]) -> int:
         """Step other optimizers from here on; return the number of schedulers that still change a replaced one.
@@ -129,14 +149,21 @@ class Stepper:
         self.made.optimizers[:] = optimizers
         self.read_groups()
         for parameter in self._all:
-            if id(parameter) not in before:  # nothing has dropped its gradients since it was last stepped
+            if (
+                id(parameter) not in before
+            ):  # nothing has dropped its gradients since it was last stepped
                 parameter.grad = None
-        of = [getattr(config.scheduler, "optimizer", config.optimizer) for config in self.made.schedulers]
+        of = [
+            getattr(config.scheduler, "optimizer", config.optimizer)
+            for config in self.made.schedulers
+        ]
         return sum(all(one is not optimizer for optimizer in optimizers) for one in of)
 
     def _clip(self, optimizer: Optimizer) -> Callable[[], Any] | None:
         if self._own_clip:
-            return partial(self.module.configure_gradient_clipping, optimizer, *(self.clip or (None, None)))
+            return partial(
+                self.module.configure_gradient_clipping, optimizer, *(self.clip or (None, None))
+            )
         if self.clip is None:
             return None
         return partial(self.strategy.clip_gradients, self._parameters[id(optimizer)], *self.clip)
@@ -150,7 +177,9 @@ class Stepper:
         if self._own_step:
             # A strategy may do more than the optimizer's step: average weights, reshard, replay a graph.
             given = optimizer if step == optimizer.step else _SteppedByStrategy(optimizer, step)
-            return lambda: module.optimizer_step(module.current_epoch, self.window.index, given, closures.make())
+            return lambda: module.optimizer_step(
+                module.current_epoch, self.window.index, given, closures.make()
+            )
         if self._is_given_closure(optimizer):
             return lambda: step(closure=closures.make())
         return step
@@ -162,7 +191,11 @@ class Stepper:
     def _closures(self, optimizer: Optimizer, name: str | None) -> Closures:
         """The closures of one optimizer."""
         # The optimizer may decide by the loss, so every rank must see the same one.
-        read = self._loss_over_ranks if self._is_given_closure(optimizer) else lambda of: self.window.window_loss(of)
+        read = (
+            self._loss_over_ranks
+            if self._is_given_closure(optimizer)
+            else lambda of: self.window.window_loss(of)
+        )
 
         def again() -> Any:
             refused = refusal(optimizer, self.strategy, self.precision)
@@ -186,7 +219,9 @@ class Stepper:
     def _evaluate(self, optimizer: Optimizer) -> None:
         """Run the window again, without changing the gradients of other optimizers or counting in metric objects."""
         mine = {id(parameter) for parameter in self._parameters[id(optimizer)]}
-        others = [(parameter, parameter.grad) for parameter in self._all if id(parameter) not in mine]
+        others = [
+            (parameter, parameter.grad) for parameter in self._all if id(parameter) not in mine
+        ]
         for parameter, _ in others:
             parameter.grad = None
         clip = next(clip for one, clip, _ in self._runs if one is optimizer)
@@ -222,7 +257,9 @@ class Stepper:
                 hook(optimizer)
         if self._own_zero:
             for optimizer in self.made.optimizers:
-                self.module.optimizer_zero_grad(self.module.current_epoch, self.window.index, optimizer)
+                self.module.optimizer_zero_grad(
+                    self.module.current_epoch, self.window.index, optimizer
+                )
         else:
             for parameter in self._all:
                 parameter.grad = None
@@ -230,12 +267,18 @@ class Stepper:
     def step(self) -> None:
         """Step every optimizer, then the schedulers that count steps."""
         window = self.window
-        if window.uneven:  # a rank without data does not know whether the other ranks skipped theirs
-            window.contributed = any(row[0] for row in self.strategy.data.agree([window.contributed]))
+        if (
+            window.uneven
+        ):  # a rank without data does not know whether the other ranks skipped theirs
+            window.contributed = any(
+                row[0] for row in self.strategy.data.agree([window.contributed])
+            )
         if not window.contributed:  # every micro-batch was skipped: nothing to apply
             return
         if not self.trained:
-            self.trained = self.strategy.keeps_gradients or any(p.grad is not None for p in self._all)
+            self.trained = self.strategy.keeps_gradients or any(
+                p.grad is not None for p in self._all
+            )
         scales = self.precision.scales
         skipped: list[Optimizer] = []
         for optimizer, clip, run in self._runs:
@@ -285,7 +328,9 @@ class Stepper:
             metric = known.get(config.monitor)
             if self.strategy.world.size > 1:
                 # Between flushes values are local to a rank, and tensor-parallel ranks may differ in the last bit.
-                metric = self.strategy.world.broadcast(None if metric is None else float(metric))  # sync point: decides
+                metric = self.strategy.world.broadcast(
+                    None if metric is None else float(metric)
+                )  # sync point: decides
             if metric is None:
                 if not config.strict:
                     return
@@ -310,7 +355,12 @@ class ManualOptimizer(OptimizerProxy):
     """
 
     def __init__(
-        self, optimizer: Optimizer, strategy: Strategy, precision: Precision, bus: Bus, module: TrainModule
+        self,
+        optimizer: Optimizer,
+        strategy: Strategy,
+        precision: Precision,
+        bus: Bus,
+        module: TrainModule,
     ) -> None:
         super().__init__(optimizer)
         self._step = strategy.bind_step(optimizer)
@@ -338,7 +388,9 @@ class ManualOptimizer(OptimizerProxy):
         if closure is not None:
             kwargs["closure"] = closure if self.trained else self._watched(closure)
         returned: list[Any] = []
-        self._precision.optimizer_step(self.optimizer, lambda: returned.append(self._step(**kwargs)))
+        self._precision.optimizer_step(
+            self.optimizer, lambda: returned.append(self._step(**kwargs))
+        )
         return returned[0] if returned else None
 
     def _watched(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -371,17 +423,32 @@ class ManualStepper:
     waiting: Sequence[LRSchedulerConfig] = ()
 
     def __init__(
-        self, made: Optimizers, module: TrainModule, strategy: Strategy, precision: Precision, bus: Bus
+        self,
+        made: Optimizers,
+        module: TrainModule,
+        strategy: Strategy,
+        precision: Precision,
+        bus: Bus,
     ) -> None:
-        self.made, self.module, self.strategy, self.precision, self.bus = made, module, strategy, precision, bus
+        self.made, self.module, self.strategy, self.precision, self.bus = (
+            made,
+            module,
+            strategy,
+            precision,
+            bus,
+        )
         self.window: MicroBatches | None = None
         self._backward = strategy.bind_backward(module.backward) or module.backward
-        self.optimizers = [ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers]
+        self.optimizers = [
+            ManualOptimizer(o, strategy, precision, bus, module) for o in made.optimizers
+        ]
 
     @property
     def trained(self) -> bool | None:
         """Whether a step has had a gradient; None before the first step."""
-        return max((one.trained for one in self.optimizers if one.trained is not None), default=None)
+        return max(
+            (one.trained for one in self.optimizers if one.trained is not None), default=None
+        )
 
     def replace(self, optimizers: list[Optimizer]) -> int:
         """Refused: the user's own code steps them."""

@@ -24,7 +24,15 @@ __all__ = [
     "parameters_of",
 ]
 
-_SCHEDULER_KEYS: Final = ("scheduler", "interval", "frequency", "monitor", "strict", "name", "reduce_on_plateau")
+_SCHEDULER_KEYS: Final = (
+    "scheduler",
+    "interval",
+    "frequency",
+    "monitor",
+    "strict",
+    "name",
+    "reduce_on_plateau",
+)
 
 
 @dataclass
@@ -85,7 +93,12 @@ def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) 
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         given = sections.make_optimizer(trained)
     made = _read(given, module)
-    if strategy is not None and sections is not None and sections.scheduler is not None and len(made.optimizers) == 1:
+    if (
+        strategy is not None
+        and sections is not None
+        and sections.scheduler is not None
+        and len(made.optimizers) == 1
+    ):
         if made.schedulers:
             sections.refuse_both("scheduler", made.schedulers[0].scheduler)
         scheduler = sections.make_scheduler(made.optimizers[0], strategy.device)
@@ -111,7 +124,9 @@ def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
     )
 
 
-def check_parameters(made: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]) -> None:
+def check_parameters(
+    made: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]
+) -> None:
     """Refuse an optimizer that steps nothing of the module; every rank must call it.
 
     Args:
@@ -136,17 +151,30 @@ def check_parameters(made: Optimizers, module: TrainModule, strategy: Strategy, 
                 " plain list or dict, have other parameters",
             )
         if others:
-            say(f"{others} of {len(own)} parameters of {name} are not {owner}'s: checkpoints do not hold their values")
+            say(
+                f"{others} of {len(own)} parameters of {name} are not {owner}'s: checkpoints do not hold their values"
+            )
 
 
 def _read(given: Any, module: TrainModule) -> Optimizers:
     if given is None:
         return Optimizers([], [])
     if isinstance(given, Mapping) and "optimizer" not in given:
-        parts = {str(name): _one(value, f"configure_optimizers()[{name!r}]") for name, value in given.items()}
-        made = Optimizers([o for o, _ in parts.values()], [s for _, ss in parts.values() for s in ss], list(parts))
-    elif isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, (list, tuple)) for part in given):
-        made = Optimizers(list(given[0]), [_scheduler(s, "configure_optimizers()[1]") for s in given[1]])
+        parts = {
+            str(name): _one(value, f"configure_optimizers()[{name!r}]")
+            for name, value in given.items()
+        }
+        made = Optimizers(
+            [o for o, _ in parts.values()], [s for _, ss in parts.values() for s in ss], list(parts)
+        )
+    elif (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and all(isinstance(part, (list, tuple)) for part in given)
+    ):
+        made = Optimizers(
+            list(given[0]), [_scheduler(s, "configure_optimizers()[1]") for s in given[1]]
+        )
     elif isinstance(given, (list, tuple)):
         pairs = [_one(value, f"configure_optimizers()[{i}]") for i, value in enumerate(given)]
         made = Optimizers([o for o, _ in pairs], [s for _, ss in pairs for s in ss])
@@ -155,7 +183,9 @@ def _read(given: Any, module: TrainModule) -> Optimizers:
         made = Optimizers([optimizer], schedulers)
     for optimizer in made.optimizers:
         if not isinstance(optimizer, Optimizer):
-            raise ConfigurationError("configure_optimizers returned no optimizer", found=repr(type(optimizer)))
+            raise ConfigurationError(
+                "configure_optimizers returned no optimizer", found=repr(type(optimizer))
+            )
         if not parameters_of(optimizer):
             raise _no_parameters(type(optimizer).__name__, module)
     _check(made, module)
@@ -193,7 +223,8 @@ def _scheduler(value: Any, where: str) -> LRSchedulerConfig:
         for key in value:
             if key not in _SCHEDULER_KEYS:
                 raise ConfigurationError(
-                    f"{where}: unknown key {key!r} of lr_scheduler", fix=did_you_mean(str(key), _SCHEDULER_KEYS)
+                    f"{where}: unknown key {key!r} of lr_scheduler",
+                    fix=did_you_mean(str(key), _SCHEDULER_KEYS),
                 )
         if "scheduler" not in value:
             raise ConfigurationError(f"{where}: lr_scheduler needs a key 'scheduler'")
@@ -201,12 +232,20 @@ def _scheduler(value: Any, where: str) -> LRSchedulerConfig:
     else:
         config = LRSchedulerConfig(value)
     if config.interval not in ("epoch", "step"):
-        raise ConfigurationError(f"{where}: interval is 'epoch' or 'step'", found=repr(config.interval))
+        raise ConfigurationError(
+            f"{where}: interval is 'epoch' or 'step'", found=repr(config.interval)
+        )
     if not isinstance(config.frequency, int) or config.frequency < 1:
-        raise ConfigurationError(f"{where}: frequency is a whole number from 1", found=repr(config.frequency))
+        raise ConfigurationError(
+            f"{where}: frequency is a whole number from 1", found=repr(config.frequency)
+        )
     if not callable(getattr(config.scheduler, "step", None)):
-        raise ConfigurationError(f"{where}: a scheduler has a step method", found=type(config.scheduler).__name__)
-    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(config.scheduler, ReduceLROnPlateau)
+        raise ConfigurationError(
+            f"{where}: a scheduler has a step method", found=type(config.scheduler).__name__
+        )
+    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(
+        config.scheduler, ReduceLROnPlateau
+    )
     config.optimizer = getattr(config.scheduler, "optimizer", None)
     return config
 

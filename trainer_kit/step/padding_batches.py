@@ -47,7 +47,13 @@ class PaddingBatches:
         move: Callable[[Any], Any] | None,
         names: Sequence[str] | None,
     ) -> None:
-        self._micro, self._module, self._strategy, self._move, self._names = micro, module, strategy, move, names
+        self._micro, self._module, self._strategy, self._move, self._names = (
+            micro,
+            module,
+            strategy,
+            move,
+            names,
+        )
         self._provided = False  # every rank has had a batch
 
     def provide(self) -> None:
@@ -56,7 +62,9 @@ class PaddingBatches:
             return
         micro = self._micro
         mine = next((batch for batch in micro.batches if batch is not None), None)
-        known = next((batch for batch in (mine, micro.batch, micro.earlier) if batch is not None), None)
+        known = next(
+            (batch for batch in (mine, micro.batch, micro.earlier) if batch is not None), None
+        )
         given = shared_batch(known, self._strategy.data)
         if known is None:
             micro.earlier = given if self._move is None or given is None else self._move(given)
@@ -70,7 +78,9 @@ class PaddingBatches:
         """
         micro = self._micro
         if micro.earlier is None:
-            raise DataError("the loader is empty on all ranks", fix="pass a loader that has at least one batch")
+            raise DataError(
+                "the loader is empty on all ranks", fix="pass a loader that has at least one batch"
+            )
         kept = micro.factors, micro.loss, micro.losses
         micro.factors, micro.losses = [0.0], []
         try:

@@ -16,7 +16,9 @@ from trainer_kit.launch.program import requeue
 __all__ = ["Requests", "ended_by", "listening", "requeue_once", "terminable"]
 
 _HANDLERS: Final[WeakSet[Any]] = WeakSet()
-_USR1: Final[int | None] = getattr(signal, "SIGUSR1", None)  # batch systems send it shortly before the time limit
+_USR1: Final[int | None] = getattr(
+    signal, "SIGUSR1", None
+)  # batch systems send it shortly before the time limit
 
 
 @final
@@ -105,7 +107,11 @@ def listening(requests: Requests) -> Iterator[None]:
         requests.wake()
 
     before: dict[int, Any] = {}
-    numbers = [int(signal.SIGTERM), int(signal.SIGINT), *([int(_USR1)] if _USR1 and _is_free(_USR1) else [])]
+    numbers = [
+        int(signal.SIGTERM),
+        int(signal.SIGINT),
+        *([int(_USR1)] if _USR1 and _is_free(_USR1) else []),
+    ]
     for number in numbers:
         # A handler that was not installed from Python (None) cannot be put back: leave it alone.
         if signal.getsignal(number) is not None:
@@ -127,7 +133,9 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
     """
     main = threading.current_thread() is threading.main_thread()
     mine = [
-        number for number in (signal.SIGTERM, _USR1) if main and number and signal.getsignal(number) == signal.SIG_DFL
+        number
+        for number in (signal.SIGTERM, _USR1)
+        if main and number and signal.getsignal(number) == signal.SIG_DFL
     ]
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -75,7 +75,9 @@ class Save:
 
     def requests_of(self, path: str) -> list[CheckpointRequest | None]:
         """The requests for ``path``, and those without a path."""
-        return [request for request in self.requests if request is None or str(request.path) == path]
+        return [
+            request for request in self.requests if request is None or str(request.path) == path
+        ]
 
 
 @final

@@ -27,7 +27,11 @@ def check_tokens(argument: str, length: Any, module: Any) -> None:
         length: a `Duration`; anything else is accepted.
         module: counts tokens by ``loss_weight``.
     """
-    if isinstance(length, Duration) and length.unit == "tok" and not is_overridden("loss_weight", module, TrainModule):
+    if (
+        isinstance(length, Duration)
+        and length.unit == "tok"
+        and not is_overridden("loss_weight", module, TrainModule)
+    ):
         raise ConfigurationError(
             "the number of tokens is unknown",
             found=f"{argument}={str(length)!r}, and {type(module).__name__} has no loss_weight",
@@ -140,7 +144,11 @@ class Schedule:
         return position
 
     def _intervals(self, progress: Progress) -> int:
-        return 0 if self.validate_every is None else int(self._position(progress) // self.validate_every.value)
+        return (
+            0
+            if self.validate_every is None
+            else int(self._position(progress) // self.validate_every.value)
+        )
 
     def validation_due(self, progress: Progress) -> bool:
         """Whether an interval was completed since this was last true; at the first end of a window at or after."""
@@ -173,7 +181,9 @@ class Schedule:
         found = []
         for interval in self.intervals:
             complete = interval.complete(progress)
-            if complete > (interval.done or 0) and (together or interval.every.unit in ("st", "ba")):
+            if complete > (interval.done or 0) and (
+                together or interval.every.unit in ("st", "ba")
+            ):
                 interval.done = complete
                 found.append(interval)
         return found
@@ -191,7 +201,9 @@ class Schedule:
             if counter == "step":
                 when.append(math.ceil(target))
             elif counter in ("batch", "epoch_batch"):
-                when.append(step + max(1, math.ceil((target - getattr(progress, counter)) / window)))
+                when.append(
+                    step + max(1, math.ceil((target - getattr(progress, counter)) / window))
+                )
             elif counter != "epoch":
                 when.append(step + 1)  # samples, tokens, seconds: the number of steps is unknown
         return max(step + 1, min(when))
@@ -206,7 +218,9 @@ class Schedule:
             goals.append((counter, (self._intervals(progress) + 1) * self.validate_every.value))
         for interval in self.intervals:
             if interval.every.unit in ("st", "ba"):
-                target = (max(interval.complete(progress), interval.done or 0) + 1) * interval.every.value
+                target = (
+                    max(interval.complete(progress), interval.done or 0) + 1
+                ) * interval.every.value
                 goals.append((interval.every.counter, target))
         return goals
 

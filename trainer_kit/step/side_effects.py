@@ -18,11 +18,15 @@ _LARGEST: Final = 2**16
 """Elements of a tensor attribute that is copied; a larger one is data, not a count."""
 
 
-_ENGINE: Final = re.compile(r"ds_|applied_pre_backward_ref_cnt$|(pre|post)_bwd_fn$|need_full_gather|all_parameters$")
+_ENGINE: Final = re.compile(
+    r"ds_|applied_pre_backward_ref_cnt$|(pre|post)_bwd_fn$|need_full_gather|all_parameters$"
+)
 """Attributes of modules in which DeepSpeed keeps the progress of its forward and backward passes."""
 
 
-def remember_effects(module: nn.Module, callbacks: Iterable[Any] = (), attributes: bool = True) -> Callable[[], None]:
+def remember_effects(
+    module: nn.Module, callbacks: Iterable[Any] = (), attributes: bool = True
+) -> Callable[[], None]:
     """Return a function that undoes what steps change from here on, as often as it is called.
 
     It puts back buffers, metric objects, and the public attributes of the user's modules: numbers, small tensors,
@@ -47,7 +51,9 @@ def remember_effects(module: nn.Module, callbacks: Iterable[Any] = (), attribute
 
     def undo() -> None:
         for part, name, buffer, before in buffers:
-            buffer.data.copy_(before)  # as data: a backward may still look at whether it was written to
+            buffer.data.copy_(
+                before
+            )  # as data: a backward may still look at whether it was written to
             if getattr(part, name) is not buffer:  # a step may assign another tensor
                 setattr(part, name, buffer)
         undo_metrics()
@@ -63,7 +69,11 @@ def remember_effects(module: nn.Module, callbacks: Iterable[Any] = (), attribute
 
 
 def _public(part: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(part).items() if name[0] != "_" and not _ENGINE.match(name)}
+    return {
+        name: value
+        for name, value in vars(part).items()
+        if name[0] != "_" and not _ENGINE.match(name)
+    }
 
 
 def _is_of_user(part: nn.Module) -> bool:

@@ -96,7 +96,12 @@ class SplitBatches:
         state: SplitsBatches,
         say: Callable[[str], None],
     ) -> None:
-        self._strategy, self._inside, self._module, self._callbacks = strategy, inside, module, callbacks
+        self._strategy, self._inside, self._module, self._callbacks = (
+            strategy,
+            inside,
+            module,
+            callbacks,
+        )
         self._metrics = metrics
         self._loss_weight, self._state, self._say = loss_weight, state, say
         self._largest = 0
@@ -166,8 +171,14 @@ class SplitBatches:
             return [(batch, 1.0)]
         parts = split(batch, self._state.parts)
         weigh = self._loss_weight
-        weights = [float(size if weigh is None else weigh(part)) for part, size in parts]  # sync point: where asked for
-        return [(part, weight / sum(weights)) for (part, _), weight in zip(parts, weights, strict=True) if weight]
+        weights = [
+            float(size if weigh is None else weigh(part)) for part, size in parts
+        ]  # sync point: where asked for
+        return [
+            (part, weight / sum(weights))
+            for (part, _), weight in zip(parts, weights, strict=True)
+            if weight
+        ]
 
     def _undo(self, micro: MicroBatches) -> Callable[[], None]:
         """Returns what puts everything back that a window changes."""
@@ -234,7 +245,9 @@ class ReplayedSteps:
         restore_rng(noise_after, device)
         to_end()
         again = _gradients(module)
-        differ = [name for name in first if name not in again or not same_bits(first[name], again[name])]
+        differ = [
+            name for name in first if name not in again or not same_bits(first[name], again[name])
+        ]
         self._compare(micro.started + 1, differ, [loss, loss_again])
         if self._inside is not None:
             self._strategy.exchange_gradients()
@@ -249,7 +262,9 @@ class ReplayedSteps:
     def _compare(self, step: int, differ: list[str], losses: list[Tensor | float | None]) -> None:
         world = self._strategy.world
         read = [
-            torch.as_tensor(local(x), dtype=None if is_tensor(x) else torch.float64) for x in losses if x is not None
+            torch.as_tensor(local(x), dtype=None if is_tensor(x) else torch.float64)
+            for x in losses
+            if x is not None
         ]
         loss = len(read) == 2 and not same_bits(*read)
         rows = world.agree([len(differ), loss])
@@ -268,5 +283,7 @@ class ReplayedSteps:
 def _gradients(module: nn.Module) -> dict[str, Tensor]:
     """This rank's part of each, dense."""
     return {
-        name: local(p.grad.detach()).to_dense().clone() for name, p in module.named_parameters() if p.grad is not None
+        name: local(p.grad.detach()).to_dense().clone()
+        for name, p in module.named_parameters()
+        if p.grad is not None
     }

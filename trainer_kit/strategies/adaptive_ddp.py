@@ -78,8 +78,12 @@ class AdaptiveDDP(DistributedDataParallel):
             return True in trained
         if True not in trained:
             return False
-        unknown = any(now and not before for now, before in zip(trained, self._reduced, strict=True))
-        if unknown or not self.find_unused_parameters:  # otherwise the reducer skips those that are frozen now
+        unknown = any(
+            now and not before for now, before in zip(trained, self._reduced, strict=True)
+        )
+        if (
+            unknown or not self.find_unused_parameters
+        ):  # otherwise the reducer skips those that are frozen now
             self._make_reducer()
             self._reduced = trained
         return True
@@ -89,7 +93,9 @@ class AdaptiveDDP(DistributedDataParallel):
         self._registrations = _REGISTRATIONS.count
         before = dict(zip(self._module_parameters, self._reduced, strict=True))
         ignored = self.parameters_to_ignore
-        self._module_parameters = [p for name, p in self.module.named_parameters() if name not in ignored]
+        self._module_parameters = [
+            p for name, p in self.module.named_parameters() if name not in ignored
+        ]
         self._reduced = [before.get(parameter, False) for parameter in self._module_parameters]
         source = dist.get_global_rank(self.process_group, 0)
         for parameter in self._module_parameters:
@@ -114,16 +120,24 @@ class AdaptiveDDP(DistributedDataParallel):
 class LoopDDP(AdaptiveDDP):
     """An `AdaptiveDDP` that makes the comparison itself, in each forward that synchronizes: for custom loops."""
 
-    @_disable_dynamo(recursive=False)  # as in torch's forward: torch.compile takes the module inside
+    @_disable_dynamo(
+        recursive=False
+    )  # as in torch's forward: torch.compile takes the module inside
     def forward(self, *inputs: Any, **options: Any) -> Any:
         """Call the module, and prepare the synchronization of its gradients."""
-        if torch.is_grad_enabled() and self.require_backward_grad_sync and not self.follow_trained():
+        if (
+            torch.is_grad_enabled()
+            and self.require_backward_grad_sync
+            and not self.follow_trained()
+        ):
             with self.no_sync():
                 return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
         return super().forward(*inputs, **options)  # type: ignore[no-untyped-call]
 
 
-LoopDDP.__name__ = DistributedDataParallel.__name__  # what programs print and compare; pickle reads __qualname__
+LoopDDP.__name__ = (
+    DistributedDataParallel.__name__
+)  # what programs print and compare; pickle reads __qualname__
 
 
 @contextmanager

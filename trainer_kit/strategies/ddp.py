@@ -90,7 +90,8 @@ class DDPStrategy(Strategy):
         check_comm_hook(ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper)
         if local_sgd is not None and static_graph:
             raise StrategyError(
-                "static_graph=True needs a gradient exchange in each step, and local SGD has none", found="both"
+                "static_graph=True needs a gradient exchange in each step, and local SGD has none",
+                found="both",
             )
         self.device = torch.device(device)
         self.local_sgd = local_sgd
@@ -103,10 +104,16 @@ class DDPStrategy(Strategy):
             "broadcast_buffers": broadcast_buffers,
             "bucket_cap_mb": bucket_cap_mb,
         }
-        self.comm_hook, self.comm_state, self.comm_wrapper = ddp_comm_hook, ddp_comm_state, ddp_comm_wrapper
+        self.comm_hook, self.comm_state, self.comm_wrapper = (
+            ddp_comm_hook,
+            ddp_comm_state,
+            ddp_comm_wrapper,
+        )
         check_timeout(timeout, "DDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
-        if not isinstance(process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))):
+        if not isinstance(
+            process_group, (dist.ProcessGroup, type(None), type(dist.GroupMember.NON_GROUP_MEMBER))
+        ):
             raise StrategyError(
                 "process_group= is a group of torch.distributed",
                 found=f"{process_group!r}",
@@ -172,7 +179,9 @@ class DDPStrategy(Strategy):
         if self.local_sgd is not None and (manual or precision.scales):
             raise StrategyError(
                 "local SGD needs all ranks to step at the same time",
-                found="manual optimization" if manual else f"precision={precision.name!r}, where each may skip a step",
+                found="manual optimization"
+                if manual
+                else f"precision={precision.name!r}, where each may skip a step",
                 fix="use automatic optimization, and bf16 in place of fp16; or leave local_sgd out",
             )
         self._backward = "manual" if manual else "one"
@@ -197,7 +206,12 @@ class DDPStrategy(Strategy):
         """
         # The sum over three or more ranks depends on the position of a gradient in its bucket.
         partial = self.wrapper_options["find_unused_parameters"] or self._backward == "manual"
-        if self.world.size < 3 or partial or self._learns_graph or self.comm_hook not in (None, "fp16", "bf16"):
+        if (
+            self.world.size < 3
+            or partial
+            or self._learns_graph
+            or self.comm_hook not in (None, "fp16", "bf16")
+        ):
             return
         assert self._ddp is not None
         gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
@@ -223,11 +237,15 @@ class DDPStrategy(Strategy):
             self.place_module(module, precision)
             self._hooks += average_in_backward(module.parameters(), self.world)
             return module
-        return self._wrap(LoopDDP, module.to(self.device), bool(self.wrapper_options["find_unused_parameters"]))
+        return self._wrap(
+            LoopDDP, module.to(self.device), bool(self.wrapper_options["find_unused_parameters"])
+        )
 
     def _wrap(self, wrapper: type[_Wrapper], module: nn.Module, partial: bool) -> _Wrapper:
         options = {**self.wrapper_options, "find_unused_parameters": partial}
-        if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters:  # torch 2.13 renamed it
+        if (
+            "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+        ):  # torch 2.13 renamed it
             options["forward_sync_buffers"] = options.pop("broadcast_buffers")
         wrapped = wrapper(module, process_group=self.world.group, **options)
         if self.comm_hook is not None:
@@ -267,7 +285,9 @@ class DDPStrategy(Strategy):
         local = self.local_sgd is not None and self._replicas.begin(micro.started)
         if local:
             last = -1
-            if self._ddp is not None:  # otherwise the first forward of a rank with a batch broadcasts rank 0's buffers
+            if (
+                self._ddp is not None
+            ):  # otherwise the first forward of a rank with a batch broadcasts rank 0's buffers
                 self._ddp.require_forward_param_sync = False
         for index in range(micro.count):
             micro.begin(index)
@@ -366,7 +386,11 @@ class DDPStrategy(Strategy):
     @property
     def own_buffers(self) -> bool:
         """Whether each rank keeps its own buffers; False if the wrapper's forward broadcasts those of rank 0."""
-        follow = self.wrapper_options["broadcast_buffers"] and self._backward == "one" and self._ddp is not None
+        follow = (
+            self.wrapper_options["broadcast_buffers"]
+            and self._backward == "one"
+            and self._ddp is not None
+        )
         return not follow or self.local_sgd is not None
 
     @contextmanager
@@ -392,9 +416,16 @@ class DDPStrategy(Strategy):
             named = self.comm_hook if isinstance(self.comm_hook, str) else "own"
             how = "all-reduce" if self.comm_hook is None else f"{named} communication hook"
             sent = [f"gradients: {how} over {ranks} ranks"]
-            if self.wrapper_options["broadcast_buffers"] and next(module.buffers(), None) is not None:
+            if (
+                self.wrapper_options["broadcast_buffers"]
+                and next(module.buffers(), None) is not None
+            ):
                 sent.append("buffers: broadcast from rank 0")
-        return held(module, f"{ranks} ranks, each with whole parameters, gradients and optimizer state", sent)
+        return held(
+            module,
+            f"{ranks} ranks, each with whole parameters, gradients and optimizer state",
+            sent,
+        )
 
     def places(self, processes: int) -> dict[str, int]:
         """Every process is a replica."""
@@ -404,7 +435,11 @@ class DDPStrategy(Strategy):
         """One line for ``explain()``."""
         on = ", ".join(name for name, value in self.wrapper_options.items() if value is True)
         size = f" over {self.world.size} ranks" if self.started else ""
-        every = "" if self.local_sgd is None else f"; weights averaged every {self.local_sgd.period} steps"
+        every = (
+            ""
+            if self.local_sgd is None
+            else f"; weights averaged every {self.local_sgd.period} steps"
+        )
         return f"DistributedDataParallel{size} on {self.device.type}: {on}{every}"
 
 
@@ -460,14 +495,26 @@ def check_comm_hook(hook: Any, state: Any, wrapper: Any) -> None:
         StrategyError: an unknown name, a wrapper without a hook, or a state for a hook that takes none.
     """
     if isinstance(hook, str) and hook not in _HOOKS:
-        raise StrategyError("unknown communication hook", found=repr(hook), fix=f"use {', '.join(map(repr, _HOOKS))}")
+        raise StrategyError(
+            "unknown communication hook",
+            found=repr(hook),
+            fix=f"use {', '.join(map(repr, _HOOKS))}",
+        )
     if isinstance(wrapper, str) and wrapper not in ("fp16", "bf16"):
-        raise StrategyError("unknown wrapper of a communication hook", found=repr(wrapper), fix="use 'fp16' or 'bf16'")
+        raise StrategyError(
+            "unknown wrapper of a communication hook",
+            found=repr(wrapper),
+            fix="use 'fp16' or 'bf16'",
+        )
     if wrapper is not None and hook is None:
-        raise StrategyError("a wrapper needs a communication hook", found=f"ddp_comm_wrapper={wrapper!r}")
+        raise StrategyError(
+            "a wrapper needs a communication hook", found=f"ddp_comm_wrapper={wrapper!r}"
+        )
     if isinstance(state, Mapping) and hook not in ("powersgd", "batched_powersgd"):
         raise StrategyError(
-            "only PowerSGD has a state with arguments", found=f"{dict(state)} for {hook!r}", fix='use hook "powersgd"'
+            "only PowerSGD has a state with arguments",
+            found=f"{dict(state)} for {hook!r}",
+            fix='use hook "powersgd"',
         )
 
 
@@ -490,7 +537,9 @@ def register_comm_hook(
     if hook in ("fp16", "bf16") and state is None:
         state = ddp.process_group
     # PowerSGD waits for exchanges in gloo's two threads: with two buckets under way none would be left for them.
-    one_by_one = not callable(hook) and hook in ("powersgd", "batched_powersgd") and ddp.device_type == "cpu"
+    one_by_one = (
+        not callable(hook) and hook in ("powersgd", "batched_powersgd") and ddp.device_type == "cpu"
+    )
     if callable(hook):
         chosen = hook
     else:

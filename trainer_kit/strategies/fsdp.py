@@ -118,12 +118,17 @@ class FSDPStrategy(Strategy):
     ) -> None:
         word = sharding_strategy.upper()
         if word not in _RESHARDS:
-            found, fix = repr(sharding_strategy), f"use {', '.join(_RESHARDS)}, or DDPStrategy, which shards nothing"
+            found, fix = (
+                repr(sharding_strategy),
+                f"use {', '.join(_RESHARDS)}, or DDPStrategy, which shards nothing",
+            )
             raise StrategyError("unknown sharding strategy", found=found, fix=fix)
         if offload_activations and activation_checkpointing_policy is False:
             fix = "activation_checkpointing_policy=True, or the modules"
             raise StrategyError(
-                "activation offload needs activation checkpointing", found="offload_activations", fix=fix
+                "activation offload needs activation checkpointing",
+                found="offload_activations",
+                fix=fix,
             )
         self._offloads = offload_activations
         self.device = torch.device(device)
@@ -134,15 +139,21 @@ class FSDPStrategy(Strategy):
         self.needs_processes = not cpu_offload and activation_checkpointing_policy is False
         check_timeout(timeout, "FSDPStrategy")
         self.backend, self.timeout = process_group_backend, timeout
-        self._root: Any = None  # what gathers the rest of its module; None where that is several modules
-        self._around_steps: Any = None  # the root, where steps must run between its hooks: a step does not call it
+        self._root: Any = (
+            None  # what gathers the rest of its module; None where that is several modules
+        )
+        self._around_steps: Any = (
+            None  # the root, where steps must run between its hooks: a step does not call it
+        )
         self._units: list[FSDPModule] = []
         self._parameters: list[nn.Parameter] = []
         self._hooks: list[Any] = []
         self._moved = Moved()
         self.weights: InitialWeights | None = None
         """The initial weights, where `MeshStrategy` has divided the module along other axes first."""
-        self._every_backward = False  # exchanges, because there are several for one optimizer step, or the user's
+        self._every_backward = (
+            False  # exchanges, because there are several for one optimizer step, or the user's
+        )
 
     @property
     def parameters_on(self) -> torch.device:
@@ -162,12 +173,20 @@ class FSDPStrategy(Strategy):
         shape = self._shape(self.world.size)
         places = shape.size() if isinstance(shape, DeviceMesh) else torch.Size(shape).numel()
         if len(shape) > 2 if isinstance(shape, tuple) else shape.ndim > 2:
-            raise StrategyError("parameters are sharded over one axis, or two for replicas", found=f"{shape}")
+            raise StrategyError(
+                "parameters are sharded over one axis, or two for replicas", found=f"{shape}"
+            )
         if places != self.world.size:
             found = f"device_mesh={shape} and {self.world.size} processes"
-            raise StrategyError("the size of the mesh differs from the number of processes", found=found)
+            raise StrategyError(
+                "the size of the mesh differs from the number of processes", found=found
+            )
         if not isinstance(shape, DeviceMesh):
-            sizes, names, kind = tuple(shape), ("replicate", "shard")[-len(shape) :], self.device.type
+            sizes, names, kind = (
+                tuple(shape),
+                ("replicate", "shard")[-len(shape) :],
+                self.device.type,
+            )
             shape = once_a_world(
                 ("fsdp", kind, sizes),
                 lambda: inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=names)),
@@ -188,7 +207,13 @@ class FSDPStrategy(Strategy):
             hook.remove()
         for unit in self._units:
             ActivationCheckpointing().undo(unit)  # type: ignore[arg-type]  # torch mixes it into the module's class
-        self._root, self._around_steps, self._units, self._hooks, self._parameters = None, None, [], [], []
+        self._root, self._around_steps, self._units, self._hooks, self._parameters = (
+            None,
+            None,
+            [],
+            [],
+            [],
+        )
 
     def init_context(self) -> AbstractContextManager[Any]:
         """Build layers on rank 0, in host memory; the other ranks get their shards from it."""
@@ -198,7 +223,9 @@ class FSDPStrategy(Strategy):
         """Shard the module, for evaluation too: a rank may have no memory for full weights."""
         self.stop()
         self._divide(
-            module, precision, [module] if getattr(module, "automatic_optimization", True) else outer_modules(module)
+            module,
+            precision,
+            [module] if getattr(module, "automatic_optimization", True) else outer_modules(module),
         )
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
@@ -214,7 +241,9 @@ class FSDPStrategy(Strategy):
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Shard the module; it is called as before."""
         self._divide(module, precision, [module])
-        if self._reshards is None:  # the optimizer of a raw loop may step at any time, so reshard after each forward
+        if (
+            self._reshards is None
+        ):  # the optimizer of a raw loop may step at any time, so reshard after each forward
             root: Any = module
             root.set_reshard_after_forward(True, recurse=False)
         return module
@@ -231,7 +260,9 @@ class FSDPStrategy(Strategy):
         self._units += [unit for root in roots for unit in sharded_units(root)]
         self._parameters += module.parameters()
         self._moved.note(before, module)
-        whole = (parameter for parameter in module.parameters() if not hasattr(parameter, "placements"))
+        whole = (
+            parameter for parameter in module.parameters() if not hasattr(parameter, "placements")
+        )
         self._hooks += average_in_backward(whole, self.world)
 
     def adopt(self, module: nn.Module, every_backward: bool = False) -> None:
@@ -244,7 +275,9 @@ class FSDPStrategy(Strategy):
         found = sharded_units(module)
         inner = {part for unit in found for part in unit.modules() if part is not unit}  # type: ignore[attr-defined]
         roots = [unit for unit in found if unit not in inner]
-        self._root = roots[0] if len(roots) == 1 and not self._units and not every_backward else None
+        self._root = (
+            roots[0] if len(roots) == 1 and not self._units and not every_backward else None
+        )
         self._around_steps = module if isinstance(module, FSDPModule) else None
         self._units += found
         self._parameters += module.parameters()
@@ -273,7 +306,11 @@ class FSDPStrategy(Strategy):
         # Parameters come as they are stored: autocast casts what may be cast, as in one process. Gathered in 16 bits,
         # norms would compute in them too, and on a CPU refuse to.
         policy = self._mixed or MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
-        offload = CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu") if self.cpu_offload else OffloadPolicy()
+        offload = (
+            CPUOffloadPolicy(pin_memory=self.mesh.device_type != "cpu")
+            if self.cpu_offload
+            else OffloadPolicy()
+        )
         separate = _separate_units(module, precision, policy)
         ignored = self._left_whole(module, whole)
         if isinstance(self._ignored, str) and not ignored:
@@ -297,7 +334,11 @@ class FSDPStrategy(Strategy):
         """Return the parameters that are not sharded; their gradients are averaged."""
         matching = self._ignored or whole
         if isinstance(matching, str):
-            matching = [part for name, part in module.named_modules() if name and re.fullmatch(matching, name)]
+            matching = [
+                part
+                for name, part in module.named_modules()
+                if name and re.fullmatch(matching, name)
+            ]
         return {parameter for part in matching for parameter in part.parameters()}
 
     def _units_of(self, module: nn.Module, separate: Sequence[nn.Module] = ()) -> list[nn.Module]:
@@ -312,7 +353,9 @@ class FSDPStrategy(Strategy):
         for part in reversed(list(module.modules())):
             if part not in picked or part is module:
                 continue
-            inside = Counter(id(p) for inner in part.modules() for p in inner.parameters(recurse=False))
+            inside = Counter(
+                id(p) for inner in part.modules() for p in inner.parameters(recurse=False)
+            )
             if all(inside[number] == owners[number] for number in shared & inside.keys()):
                 found.append(part)
         return found
@@ -326,7 +369,9 @@ class FSDPStrategy(Strategy):
         self._every_backward = self._every_backward or several
         return method if self._around_steps is None else _through(self._around_steps, method)
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """Like `bind`; weights are sharded again after each call, as hooks and checkpoints expect."""
         call = method if self._around_steps is None else _through(self._around_steps, method)
         return resharding(call, self._units)
@@ -374,7 +419,11 @@ class FSDPStrategy(Strategy):
             raise
 
     def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        value: float,
+        algorithm: str,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value, over the shards of all ranks."""
         return clip_sharded_gradients(parameters, value, algorithm, norm_type)
@@ -403,12 +452,16 @@ class FSDPStrategy(Strategy):
             ]
         if copies > 1:
             sent.append(f"their parts: all-reduce over {copies} copies{often}")
-        if shards * copies > 1 and any(p.requires_grad for p in module.parameters() if p not in divided):
+        if shards * copies > 1 and any(
+            p.requires_grad for p in module.parameters() if p not in divided
+        ):
             sent.append(f"gradients of what stays whole: all-reduce over {shards * copies} ranks")
         among = f"{shards} ranks, each with its part of parameters, gradients and optimizer state"
         layout = f"{copies} copies, each over {among}" if copies > 1 else among
         during = _autocast_copies(divided, precision, self._mixed)
-        return held(module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank), during)
+        return held(
+            module, layout, sent, lambda p: own_part(p, shards if p in divided else 1, rank), during
+        )
 
     def places(self, processes: int) -> dict[str, int]:
         """The numbers of replicas, where there are any, and of shards."""
@@ -422,7 +475,9 @@ class FSDPStrategy(Strategy):
         if self.mesh is None:
             return f"{kind} on {self.device.type}"
         names = self.mesh.mesh_dim_names or ()
-        axes = " × ".join(f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=False))
+        axes = " × ".join(
+            f"{name}={size}" for name, size in zip(names, self.mesh.shape, strict=False)
+        )
         kept = ", gathered until backward" if self._reshards is False else ""
         where = ", parts in host memory" if self.cpu_offload else ""
         units = f", {len(self._units)} units" if self._units else ""
@@ -447,10 +502,16 @@ def _autocast_copies(
     wide = [p for p in gathered if p.dtype == torch.float32 and p.ndim > 1]
     size = sum(p.numel() for p in wide) * dtype.itemsize
     word = str(dtype).removeprefix("torch.")
-    return f"from forward to backward up to {in_units(size)} of autocast's {word} copies of all weights" if size else ""
+    return (
+        f"from forward to backward up to {in_units(size)} of autocast's {word} copies of all weights"
+        if size
+        else ""
+    )
 
 
-def _separate_units(module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy) -> list[nn.Module]:
+def _separate_units(
+    module: nn.Module, precision: Precision, policy: MixedPrecisionPolicy
+) -> list[nn.Module]:
     """Return the modules that need separate units: torch casts and reduces a unit in one dtype."""
     trained = {parameter.dtype for parameter in module.parameters() if parameter.requires_grad}
     if policy.param_dtype is None and len(trained) < 2:
@@ -490,7 +551,14 @@ def _autograd(loss: Tensor, **options: Any) -> None:
 
 
 def _some_name(module: nn.Module) -> str:
-    return next((name for name, part in module.named_modules() if name and any(True for _ in part.parameters())), "net")
+    return next(
+        (
+            name
+            for name, part in module.named_modules()
+            if name and any(True for _ in part.parameters())
+        ),
+        "net",
+    )
 
 
 def sharded_units(module: nn.Module) -> list[FSDPModule]:

@@ -26,7 +26,9 @@ __all__ = [
 
 def local_gradients(optimizer: Optimizer) -> list[Tensor]:
     """This rank's parts of the gradients that an optimizer steps."""
-    gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+    gradients = (
+        parameter.grad for group in optimizer.param_groups for parameter in group["params"]
+    )
     return [local(gradient) for gradient in gradients if gradient is not None]
 
 
@@ -78,7 +80,9 @@ def clip_sharded_gradients(
     """
     given = [(p, p.grad) for p in parameters if p.grad is not None]
     counted = [gradient for p, gradient in given if p not in repeated] if repeated else None
-    return clip_parts([gradient for _, gradient in given], value, algorithm, norm_type, stages, counted)
+    return clip_parts(
+        [gradient for _, gradient in given], value, algorithm, norm_type, stages, counted
+    )
 
 
 def clip_parts(
@@ -105,7 +109,9 @@ def clip_parts(
     norm = total_norm(gradients if counted is None else counted, norm_type)
     if stages is not None:  # one dtype for all: a stage may have no gradient
         norm = torch.linalg.vector_norm(stages.all_gather(norm.to(torch.float64)), norm_type)
-    factor = (value / (norm + 1e-6)).clamp(max=1.0)  # unconditional: reading the norm would be a sync point
+    factor = (value / (norm + 1e-6)).clamp(
+        max=1.0
+    )  # unconditional: reading the norm would be a sync point
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in map(local, gradients):
         by_device.setdefault(gradient.device, []).append(gradient)
@@ -138,7 +144,9 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
     for gradient in gradients:
         mesh = getattr(gradient, "device_mesh", None)
         placements = getattr(gradient, "placements", ())
-        axes = tuple(axis for axis, placement in enumerate(placements) if not placement.is_replicate())
+        axes = tuple(
+            axis for axis, placement in enumerate(placements) if not placement.is_replicate()
+        )
         by_layout.setdefault((mesh, axes), []).append(local(gradient))
     for (mesh, axes), parts in by_layout.items():
         norm = _norm(parts, norm_type)
@@ -149,7 +157,9 @@ def total_norm(gradients: Sequence[Tensor], norm_type: float = 2.0) -> Tensor:
         norms.append(norm)
     if not norms:
         return torch.zeros(())
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type)
+    total: Tensor = torch.linalg.vector_norm(
+        torch.stack([norm.to(norms[0].device) for norm in norms]), norm_type
+    )
     return total
 
 
@@ -160,4 +170,6 @@ def _norm(parts: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _unknown(algorithm: str) -> ConfigurationError:
-    return ConfigurationError("unknown clipping algorithm", found=repr(algorithm), fix='use "norm" or "value"')
+    return ConfigurationError(
+        "unknown clipping algorithm", found=repr(algorithm), fix='use "norm" or "value"'
+    )

@@ -54,7 +54,11 @@ def fsdp_from_launcher(given: Mapping[str, str]) -> dict[str, Any]:
         found["activation_checkpointing_policy"] = True
     if "fsdp_ignored_modules" in given:
         found["ignored_modules"] = given["fsdp_ignored_modules"]
-    names = [name.strip() for name in given.get("fsdp_transformer_layer_cls_to_wrap", "").split(",") if name.strip()]
+    names = [
+        name.strip()
+        for name in given.get("fsdp_transformer_layer_cls_to_wrap", "").split(",")
+        if name.strip()
+    ]
     policy = given.get("fsdp_auto_wrap_policy", "").upper()
     if policy == "NO_WRAP":
         found["auto_wrap_policy"] = []
@@ -88,16 +92,23 @@ def mesh_from_launcher(given: Mapping[str, str], fsdp: Mapping[str, Any] | None)
         {}
     """
     try:
-        sizes = {axis: int(given.get(key, 1)) for axis, key in zip(_LAUNCHER_AXES, MESH_KEYS, strict=True)}
+        sizes = {
+            axis: int(given.get(key, 1))
+            for axis, key in zip(_LAUNCHER_AXES, MESH_KEYS, strict=True)
+        }
     except ValueError:
-        raise ConfigurationError("sizes of parallelism_config are whole numbers", found=str(dict(given))) from None
+        raise ConfigurationError(
+            "sizes of parallelism_config are whole numbers", found=str(dict(given))
+        ) from None
     active = [axis for axis, size in sizes.items() if size != 1]
     if not active or (active == ["dp_replicate"] and fsdp is None):
         return {}
     more = dict(fsdp or {})
     if active == ["tp"] and more.get("offload_activations"):
         found_at = "fsdp_activation_checkpointing_offload, and parallelism_config with tp alone"
-        raise StrategyError("activations are offloaded where FSDP shards parameters", found=found_at)
+        raise StrategyError(
+            "activations are offloaded where FSDP shards parameters", found=found_at
+        )
     found: dict[str, Any] = dict(sizes)
     if "activation_checkpointing_policy" in more:
         found["activation_checkpointing_policy"] = more.pop("activation_checkpointing_policy")

@@ -89,7 +89,9 @@ class Replicas:
             result = own(*args, **options)
             self.diverged = self.local and not self._due
             if self._due:
-                average((p for group in optimizer.param_groups for p in group["params"]), self.world)
+                average(
+                    (p for group in optimizer.param_groups for p in group["params"]), self.world
+                )
             return result
 
         return step
@@ -129,7 +131,10 @@ class Replicas:
         if self._own or not self.diverged:
             return state
         weights = named_state(module)
-        return {**state, **self._averaged({"": {name: state[name] for name in state if name in weights}})[""]}
+        return {
+            **state,
+            **self._averaged({"": {name: state[name] for name in state if name in weights}})[""],
+        }
 
     def optimizer_state(self, groups: Sequence[Sequence[nn.Parameter]], state: States) -> States:
         """With averaged moments, where every rank has them; every rank must call it."""
@@ -138,19 +143,27 @@ class Replicas:
         parameters = [p for group in groups for p in group]
         numbers: list[float] = [len(_floats(state.get(p, {}))) for p in parameters]
         rows = self.world.agree(numbers)
-        alike = [p for p, *counts in zip(parameters, *rows, strict=True) if counts[0] and len(set(counts)) == 1]
+        alike = [
+            p
+            for p, *counts in zip(parameters, *rows, strict=True)
+            if counts[0] and len(set(counts)) == 1
+        ]
         return {**state, **self._averaged({p: state[p] for p in alike})}
 
     def _averaged(self, states: Mapping[Any, Mapping[str, Any]]) -> dict[Any, dict[str, Any]]:
         copies = {key: {**own, **_floats(own)} for key, own in states.items()}
-        average([own[name] for key, own in copies.items() for name in _floats(states[key])], self.world)
+        average(
+            [own[name] for key, own in copies.items() for name in _floats(states[key])], self.world
+        )
         return copies
 
 
 def _floats(values: Mapping[str, Any]) -> dict[str, Tensor]:
     """Copies of the tensors that can be averaged."""
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    return {name: value.detach().clone() for name, value in tensors.items() if value.is_floating_point()}
+    return {
+        name: value.detach().clone() for name, value in tensors.items() if value.is_floating_point()
+    }
 
 
 def fill_absent(parameters: Iterable[nn.Parameter]) -> None:

@@ -20,10 +20,19 @@ from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.parallel import ParallelPlan, PipelinePlan
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.core.state_names import plain_state, report_differences, state_name, without_wrappers
+from trainer_kit.core.state_names import (
+    plain_state,
+    report_differences,
+    state_name,
+    without_wrappers,
+)
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.fsdp import FSDPStrategy, abandon, resharding, sharded_units
-from trainer_kit.strategies.gradients import clip_sharded_gradients, local_gradients, spread_overflow
+from trainer_kit.strategies.gradients import (
+    clip_sharded_gradients,
+    local_gradients,
+    spread_overflow,
+)
 from trainer_kit.strategies.mesh_layout import (
     AXES,
     MeshGroups,
@@ -41,7 +50,12 @@ from trainer_kit.strategies.process_group import (
     join_world,
     once_a_world,
 )
-from trainer_kit.strategies.rank_sync import InitialWeights, agree_on_rng, built_once, with_equal_rng
+from trainer_kit.strategies.rank_sync import (
+    InitialWeights,
+    agree_on_rng,
+    built_once,
+    with_equal_rng,
+)
 from trainer_kit.strategies.single import SingleDeviceStrategy
 from trainer_kit.strategies.state import (
     Moved,
@@ -53,7 +67,12 @@ from trainer_kit.strategies.state import (
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import ActivationCheckpointing, Policy
 from trainer_kit.strategies.transforms.context import ContextParallel
-from trainer_kit.strategies.transforms.pipeline import Pipeline, PipelineParallel, bubble, check_schedule
+from trainer_kit.strategies.transforms.pipeline import (
+    Pipeline,
+    PipelineParallel,
+    bubble,
+    check_schedule,
+)
 from trainer_kit.strategies.transforms.pipeline_stages import has_stages
 from trainer_kit.strategies.transforms.tensor import TensorParallel, complete_gradients
 from trainer_kit.strategies.transforms.transform import Transform
@@ -123,7 +142,13 @@ class MeshStrategy(Strategy):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         self.device = torch.device(device)
-        self.sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}
+        self.sizes = {
+            "pp": pp,
+            "dp_replicate": dp_replicate,
+            "dp_shard": dp_shard,
+            "cp": cp,
+            "tp": tp,
+        }
         check_sizes(self.sizes)
         check_schedule(pp_schedule)
         self.schedule = pp_schedule
@@ -135,7 +160,9 @@ class MeshStrategy(Strategy):
         if self._offloads and activation_checkpointing_policy is False:
             fix = "activation_checkpointing_policy=True, or the modules"
             raise StrategyError(
-                "activation offload needs activation checkpointing", found="offload_activations", fix=fix
+                "activation offload needs activation checkpointing",
+                found="offload_activations",
+                fix=fix,
             )
         FSDPStrategy(self.device, **self._fsdp)  # raises for unknown options now
         check_timeout(timeout, "MeshStrategy")
@@ -176,9 +203,13 @@ class MeshStrategy(Strategy):
         self._same_batch = self._same_numbers = list(self.groups.same.values())
         self.reporter = self.world.rank
         self.sharded = self.world.size > 1  # a single rank has all parameters
-        self.lockstep = self.losses.size > 1  # a forward gathers parameters that are sharded over the data axes
+        self.lockstep = (
+            self.losses.size > 1
+        )  # a forward gathers parameters that are sharded over the data axes
         if self.losses.size > 1:
-            self._shards = made = FSDPStrategy(self.device, device_mesh=self.groups.data_mesh, **self._fsdp)
+            self._shards = made = FSDPStrategy(
+                self.device, device_mesh=self.groups.data_mesh, **self._fsdp
+            )
             made.world = made.data = made.losses = self.losses
             made.mesh = self.groups.data_mesh
         self._data_axes = self._shards or SingleDeviceStrategy(self.device)
@@ -225,7 +256,9 @@ class MeshStrategy(Strategy):
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Divide the module for training; every rank gets its shards of rank 0's weights."""
-        self._divide(module, precision, lambda: self._data_axes.prepare_module(module, manual, precision))
+        self._divide(
+            module, precision, lambda: self._data_axes.prepare_module(module, manual, precision)
+        )
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Divide the module of a raw loop, which calls it directly and splits sequences itself.
@@ -259,20 +292,30 @@ class MeshStrategy(Strategy):
         blocks = None if self._recomputes is True else self._recomputes
         ordered = (
             None if self.pipeline is None else PipelineParallel(self.pipeline, staged, precision),
-            TensorParallel(plan, copies=self._raw_loop and self.losses.size > 1) if several["tp"] else None,
-            ContextParallel.planned(module, plan) if (several["cp"] or context) and not self._raw_loop else None,
+            TensorParallel(plan, copies=self._raw_loop and self.losses.size > 1)
+            if several["tp"]
+            else None,
+            ContextParallel.planned(module, plan)
+            if (several["cp"] or context) and not self._raw_loop
+            else None,
             None if self._recomputes is False else ActivationCheckpointing(blocks, self._offloads),
         )
         return tuple(transform for transform in ordered if transform is not None)
 
-    def _divide(self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]) -> None:
+    def _divide(
+        self, module: nn.Module, precision: Precision, along_data: Callable[[], Any]
+    ) -> None:
         before = parameters_of(module)
         # If an earlier fit has made stages, each rank already has its weights, under its own names.
-        weights = InitialWeights(module, self.world, given=self.pipeline is not None and has_stages(module))
+        weights = InitialWeights(
+            module, self.world, given=self.pipeline is not None and has_stages(module)
+        )
         self._transforms = self.transforms_of(module, precision)
         for transform in self._transforms:
             transform.apply(module, self.mesh[transform.axis] if transform.axis else self.mesh)
-        shards = [transform.shard_batch for transform in self._transforms if transform.divides_batch]
+        shards = [
+            transform.shard_batch for transform in self._transforms if transform.divides_batch
+        ]
         self.shard_batch = shards[0] if shards else None
         if self._shards is None:
             weights.hand_out(module, self.device, self.device)
@@ -285,7 +328,11 @@ class MeshStrategy(Strategy):
         self._moved.note(before, module)
         if self.losses.size == 1:  # FSDP sums them itself
             known = self._summed if self._raw_loop else []
-            mine = (p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements)
+            mine = (
+                p
+                for p in module.parameters()
+                if isinstance(p, DTensor) and Replicate() in p.placements
+            )
             self._summed = [*known, *mine]
         agree_on_rng(self._same_batch, self.device)
 
@@ -316,7 +363,9 @@ class MeshStrategy(Strategy):
         call = self._data_axes.bind(method, several)
         return with_equal_rng(call, self._same_numbers, self.device) if self._same_numbers else call
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """Bind an evaluation step. ``whole``: batches are not split along the sequence."""
         for transform in self._transforms:
             method = transform.bind(method)
@@ -349,21 +398,29 @@ class MeshStrategy(Strategy):
         self._first_window_done = True
         for module in self._modules:
             for transform in self._transforms:
-                transform.check_gradients(module, self.mesh[transform.axis] if transform.axis else self.mesh)
+                transform.check_gradients(
+                    module, self.mesh[transform.axis] if transform.axis else self.mesh
+                )
 
     def arm(self, loss: Tensor) -> None:
         """Prepare the data axes for the backward of ``loss``."""
         self._data_axes.arm(loss)
 
     def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        value: float,
+        algorithm: str,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value; the norm is over all shards."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
         if self.pipeline is None:
             return clip_sharded_gradients(parameters, value, algorithm, norm_type)
         repeated = self.pipeline.ties.repeated
-        return clip_sharded_gradients(parameters, value, algorithm, norm_type, self.groups.stages, repeated)
+        return clip_sharded_gradients(
+            parameters, value, algorithm, norm_type, self.groups.stages, repeated
+        )
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -397,14 +454,24 @@ class MeshStrategy(Strategy):
         sizes = self.places(ranks)
         copies = sizes["dp_replicate"]
         shards = sizes["dp_shard"] * sizes["cp"]
-        shape = self.groups.data_mesh if self.started else ((copies, shards) if copies > 1 else (shards,))
-        along_data = FSDPStrategy(device_mesh=shape, **self._fsdp).costs(module, precision, copies * shards)
+        shape = (
+            self.groups.data_mesh
+            if self.started
+            else ((copies, shards) if copies > 1 else (shards,))
+        )
+        along_data = FSDPStrategy(device_mesh=shape, **self._fsdp).costs(
+            module, precision, copies * shards
+        )
         held, sent = _model_axes(sizes)
-        layout = "; ".join([axes_in_words(sizes), *held, *([along_data.layout] if copies * shards > 1 else [])])
+        layout = "; ".join(
+            [axes_in_words(sizes), *held, *([along_data.layout] if copies * shards > 1 else [])]
+        )
         divided = has_stages(module) or any(isinstance(p, DTensor) for p in module.parameters())
         if sizes["tp"] * sizes["pp"] > 1 and not divided:
             layout += "; how much is known when a run has divided the module"
-            return replace(along_data, layout=layout, parameters=None, gradients=None, exchanges=sent)
+            return replace(
+                along_data, layout=layout, parameters=None, gradients=None, exchanges=sent
+            )
         if divided:
             layout += f"; {self._held([module])}"
         return replace(along_data, layout=layout, exchanges=[*sent, *along_data.exchanges])
@@ -438,7 +505,11 @@ def _model_axes(sizes: Mapping[str, int]) -> tuple[list[str], list[str]]:
             "keys and values, or heads: among {} context ranks, forward and backward",
         ),
     }
-    several = [[words.format(sizes[axis]) for words in both] for axis, both in along.items() if sizes[axis] > 1]
+    several = [
+        [words.format(sizes[axis]) for words in both]
+        for axis, both in along.items()
+        if sizes[axis] > 1
+    ]
     return [holds for holds, _ in several], [sent for _, sent in several]
 
 
@@ -454,7 +525,9 @@ class _StagedStrategy(Strategy):
 
     name = "staged"
 
-    def __init__(self, pipeline: Pipeline, groups: MeshGroups, sharding: FSDPStrategy | None) -> None:
+    def __init__(
+        self, pipeline: Pipeline, groups: MeshGroups, sharding: FSDPStrategy | None
+    ) -> None:
         self.pipeline = pipeline
         self.groups = groups
         self.sharding = sharding
@@ -477,7 +550,9 @@ class _StagedStrategy(Strategy):
                 keeps = False if self.pipeline.splits_backward else None
                 self.sharding.shard(stage, precision, [stage], whole=[stage.loose], reshards=keeps)
             assert self.sharding.weights is not None
-            self.sharding.weights.hand_out(module, self.sharding.device, self.sharding.parameters_on)
+            self.sharding.weights.hand_out(
+                module, self.sharding.device, self.sharding.parameters_on
+            )
         self.pipeline.find_parameters(module)
         self._units = [unit for stage in self.pipeline.stages for unit in sharded_units(stage)]
         self._begun = False
@@ -491,20 +566,29 @@ class _StagedStrategy(Strategy):
         """Remove the parameters of other stages from groups created before the model was split."""
         gone = self.pipeline.gone
         for group in optimizer.param_groups:
-            group["params"] = [p for p in group["params"] if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))]
+            group["params"] = [
+                p
+                for p in group["params"]
+                if not (p.is_meta or (id(p) in gone and gone[id(p)]() is p))
+            ]
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load this rank's part of the state of the whole module; a missing name is an error on every rank."""
         state = without_wrappers(state)
         whole = dict.fromkeys(map(state_name, self.pipeline.names))
-        missing, foreign = [name for name in whole if name not in state], [name for name in state if name not in whole]
+        missing, foreign = (
+            [name for name in whole if name not in state],
+            [name for name in state if name not in whole],
+        )
         if strict and (missing or foreign):
             raise RuntimeError(
                 f"Error(s) in loading state_dict for {type(module).__name__}: missing {missing}, unexpected {foreign}"
             )
         report_differences(missing, foreign)
         own = plain_state(module)
-        load_module_parts(module, {name: value for name, value in state.items() if name in own}, strict=True)
+        load_module_parts(
+            module, {name: value for name, value in state.items() if name in own}, strict=True
+        )
 
     def prepare_module(self, module: nn.Module, manual: bool, precision: Precision) -> None:
         """Shard each stage; the schedule runs backward.
@@ -513,7 +597,9 @@ class _StagedStrategy(Strategy):
             StrategyError: optimization is manual, or loss scaling is used and a rank has no trainable parameter.
         """
         if manual:
-            raise _not_with_stages("manual optimization", "set automatic_optimization = True, or train without pp=")
+            raise _not_with_stages(
+                "manual optimization", "set automatic_optimization = True, or train without pp="
+            )
         self.place_module(module, precision)
         self._scales = precision.scales
         if self._scales:
@@ -534,10 +620,14 @@ class _StagedStrategy(Strategy):
                 fix='use compile={"regional": True}, which compiles each block of a stage',
             )
         if several:
-            raise _not_with_stages("several named losses", "use one optimizer, or a mesh without pp=")
+            raise _not_with_stages(
+                "several named losses", "use one optimizer, or a mesh without pp="
+            )
         return self.pipeline.bind(method)
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """Bind evaluation to all stages; weights are resharded after each call, for hooks and checkpoints."""
         call = self.pipeline.bind_evaluation(method)
         return resharding(call, self._units)
@@ -545,7 +635,9 @@ class _StagedStrategy(Strategy):
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
         """Return None: the schedule runs backward. A module's own backward is an error."""
         if backward is not None:
-            raise _not_with_stages("a backward of the module's own", "leave it out, or use a mesh without pp=")
+            raise _not_with_stages(
+                "a backward of the module's own", "leave it out, or use a mesh without pp="
+            )
         return None
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -561,7 +653,9 @@ class _StagedStrategy(Strategy):
         """Run a window as one schedule; then average the gradients that FSDP2 does not reduce."""
         # Hooks may have drawn random numbers on one rank only; the last group is that of the stages.
         same = list(self.groups.same.values())
-        agree_on_rng(same if not self._begun or micro.first == 0 else same[:-1], self.pipeline.device)
+        agree_on_rng(
+            same if not self._begun or micro.first == 0 else same[:-1], self.pipeline.device
+        )
         self._begun = True
         try:
             self.pipeline.forward_backward(micro)
@@ -576,12 +670,21 @@ class _StagedStrategy(Strategy):
         if self.sharding is not None and loose:
             average_gradients(loose, self.groups.losses)
         if self._scales:  # an overflow on one stage must skip the step on all stages
-            gradients = [p.grad for stage in self.pipeline.stages for p in stage.parameters() if p.grad is not None]
+            gradients = [
+                p.grad
+                for stage in self.pipeline.stages
+                for p in stage.parameters()
+                if p.grad is not None
+            ]
             spread_overflow(gradients, self.groups.stages.group)
 
     def held_elsewhere(self, module: nn.Module) -> Collection[str]:
         """The names in the state that only other stages have."""
-        return set(self.pipeline.names) - module.state_dict().keys() - set(self.pipeline.ties.names.values())
+        return (
+            set(self.pipeline.names)
+            - module.state_dict().keys()
+            - set(self.pipeline.ties.names.values())
+        )
 
     def names_on_all_ranks(self) -> Sequence[str] | None:
         """The names of all stages."""
@@ -593,4 +696,6 @@ class _StagedStrategy(Strategy):
 
 
 def _not_with_stages(what: str, fix: str) -> StrategyError:
-    return StrategyError(f"{what} is not supported in a pipeline", found="MeshStrategy(pp=...)", fix=fix)
+    return StrategyError(
+        f"{what} is not supported in a pipeline", found="MeshStrategy(pp=...)", fix=fix
+    )

@@ -49,7 +49,9 @@ def places(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
     free = -1 in sizes.values()
     if processes % count if free else processes != count:
         given = " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
-        launched = "1 process was launched" if processes == 1 else f"{processes} processes were launched"
+        launched = (
+            "1 process was launched" if processes == 1 else f"{processes} processes were launched"
+        )
         raise StrategyError(
             f"the mesh has {count} places{' or a multiple' if free else ''} but {launched}",
             found=f"{given or '1 in every axis'} in MeshStrategy(...)",
@@ -68,7 +70,8 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
     for axis, size in sizes.items():
         if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
             raise StrategyError(
-                "the size of a mesh axis is a whole number that is at least 1", found=f"{axis}={size!r}"
+                "the size of a mesh axis is a whole number that is at least 1",
+                found=f"{axis}={size!r}",
             )
     if list(sizes.values()).count(-1) > 1:
         found = ", ".join(axis for axis, size in sizes.items() if size == -1)
@@ -82,7 +85,10 @@ def axes_in_words(sizes: Mapping[str, int]) -> str:
         >>> axes_in_words({"dp_shard": 2, "cp": 1, "tp": 2})
         'dp_shard=2 × tp=2'
     """
-    return " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "of one process"
+    return (
+        " × ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1)
+        or "of one process"
+    )
 
 
 def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
@@ -102,8 +108,16 @@ def check_options(sizes: Mapping[str, int], fsdp: Mapping[str, Any]) -> None:
             fix="leave fsdp= out, or launch more processes",
         )
     for option, axes, fix in (
-        ("ignored_modules", ("tp", "pp"), "leave it out, or use tp=1 and pp=1: nothing averages these gradients"),
-        ("activation_checkpointing_policy", ("pp",), "give activation_checkpointing_policy to MeshStrategy itself"),
+        (
+            "ignored_modules",
+            ("tp", "pp"),
+            "leave it out, or use tp=1 and pp=1: nothing averages these gradients",
+        ),
+        (
+            "activation_checkpointing_policy",
+            ("pp",),
+            "give activation_checkpointing_policy to MeshStrategy itself",
+        ),
     ):
         if fsdp.get(option) and any(sizes[axis] > 1 for axis in axes):
             found = f"fsdp={{{option!r}: ...}}, {axes_in_words(sizes)}"
@@ -170,10 +184,14 @@ def same_batches(mesh: DeviceMesh) -> str:
     names = mesh.mesh_dim_names or ()
     data = [names.index("dp_replicate"), names.index("dp_shard")]
     others = [axis for axis in range(mesh.ndim) if axis not in data]
-    places = mesh.mesh.permute(*data, *others).reshape(mesh.shape[data[0]] * mesh.shape[data[1]], -1)
+    places = mesh.mesh.permute(*data, *others).reshape(
+        mesh.shape[data[0]] * mesh.shape[data[1]], -1
+    )
     if places.shape[1] == 1:
         return ""
-    shown = [" ".join(map(str, ranks)) for ranks in places[:_SHOWN].tolist()]  # no sync point: on the host
+    shown = [
+        " ".join(map(str, ranks)) for ranks in places[:_SHOWN].tolist()
+    ]  # no sync point: on the host
     more = ", …" if len(places) > _SHOWN else ""
     return f"the same batches on ranks {', '.join(shown)}{more}"
 

@@ -44,7 +44,11 @@ from trainer_kit.strategies.rank_sync import (
 )
 from trainer_kit.strategies.state import refuse_whole, step_by_kind
 from trainer_kit.strategies.strategy import Strategy
-from trainer_kit.strategies.transforms.tensor import check_whole_parameters, complete_gradients, whole_outputs
+from trainer_kit.strategies.transforms.tensor import (
+    check_whole_parameters,
+    complete_gradients,
+    whole_outputs,
+)
 
 __all__ = ["ModelParallelStrategy"]
 
@@ -106,7 +110,10 @@ class ModelParallelStrategy(Strategy):
         for axis, size in self._sizes.items():
             if size != "auto" and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 found = f"{axis}_size={size!r}"
-                raise StrategyError("the size of an axis is a whole number that is at least 1, or 'auto'", found=found)
+                raise StrategyError(
+                    "the size of an axis is a whole number that is at least 1, or 'auto'",
+                    found=found,
+                )
         if not save_distributed_checkpoint:
             fix = "leave it out: a checkpoint in shards loads under any strategy, trainer-kit checkpoint export writes"
             raise StrategyError(
@@ -133,13 +140,17 @@ class ModelParallelStrategy(Strategy):
             return
         sizes = tuple(self.places(self.world.size).values())
         kind = self.device.type
-        self.mesh, self.data, tensor = once_a_world(("model_parallel", kind, sizes), lambda: self._axes(kind, sizes))
+        self.mesh, self.data, tensor = once_a_world(
+            ("model_parallel", kind, sizes), lambda: self._axes(kind, sizes)
+        )
         self.losses = self.reports = self.data
         self.reporter = self.world.rank
         self.lockstep = self.data.size > 1
         self._same = [tensor] if tensor.size > 1 else []
 
-    def _axes(self, kind: str, sizes: tuple[int, ...]) -> tuple[DeviceMesh, ProcessGroup, ProcessGroup]:
+    def _axes(
+        self, kind: str, sizes: tuple[int, ...]
+    ) -> tuple[DeviceMesh, ProcessGroup, ProcessGroup]:
         mesh = inherit_timeout(init_device_mesh(kind, sizes, mesh_dim_names=_AXES))
         data, tensor = (ProcessGroup(self.device, mesh[axis].get_group()) for axis in _AXES)
         return mesh, data, tensor
@@ -198,9 +209,13 @@ class ModelParallelStrategy(Strategy):
 
     @contextmanager
     def _from_rank_zero(self, module: nn.Module) -> Iterator[None]:
-        agree_on_rng([self.world], self.device)  # layers that are made inside start equal on every rank
+        agree_on_rng(
+            [self.world], self.device
+        )  # layers that are made inside start equal on every rank
         weights = InitialWeights(module, self.world, resets=True)
-        bare = bool(max(row[0] for row in self.world.agree([any(p.is_meta for p in module.parameters())])))
+        bare = bool(
+            max(row[0] for row in self.world.agree([any(p.is_meta for p in module.parameters())]))
+        )
         if bare:
             empty(module)
         else:  # the user's code may also set weights, so it gets values
@@ -257,14 +272,22 @@ class ModelParallelStrategy(Strategy):
             self._shards.world = self._shards.data = self._shards.losses = self.data
             self._shards.adopt(module, every_backward)
         elif self._same:  # FSDP2 sums them itself
-            self._summed += [p for p in module.parameters() if isinstance(p, DTensor) and Replicate() in p.placements]
+            self._summed += [
+                p
+                for p in module.parameters()
+                if isinstance(p, DTensor) and Replicate() in p.placements
+            ]
         self._modules = [module]
         self._first_window_done = False
         agree_on_rng(self._same, self.device)
 
     def _check(self, module: nn.Module) -> None:
         """Refuse what this strategy would train differently from one process."""
-        outer = [name for name, part in module.named_modules() if isinstance(part, FullyShardedDataParallel)]
+        outer = [
+            name
+            for name, part in module.named_modules()
+            if isinstance(part, FullyShardedDataParallel)
+        ]
         if outer:
             raise StrategyError(
                 "FullyShardedDataParallel wraps a part of the module",
@@ -273,7 +296,11 @@ class ModelParallelStrategy(Strategy):
             )
         loose, foreign = [], []
         for name, parameter in module.named_parameters():
-            axes = (parameter.device_mesh.mesh_dim_names or ("?",)) if isinstance(parameter, DTensor) else ()
+            axes = (
+                (parameter.device_mesh.mesh_dim_names or ("?",))
+                if isinstance(parameter, DTensor)
+                else ()
+            )
             if not {*axes} <= {*_AXES}:
                 foreign.append(name)
             elif self.data.size > 1 and parameter.requires_grad and _DATA not in axes:
@@ -300,7 +327,11 @@ class ModelParallelStrategy(Strategy):
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
         """The optimizer's step; a multi-tensor optimizer is called once for each kind of parameter."""
-        return step_by_kind(optimizer, optimizer.step) if self._shards is None else self._shards.bind_step(optimizer)
+        return (
+            step_by_kind(optimizer, optimizer.step)
+            if self._shards is None
+            else self._shards.bind_step(optimizer)
+        )
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Bind a step, whose loss and outputs are gathered; tensor ranks draw the same random numbers in it."""
@@ -309,7 +340,9 @@ class ModelParallelStrategy(Strategy):
             call = self._shards.bind(call, several)
         return with_equal_rng(call, self._same, self.device) if self._same else call
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """Bind an evaluation step; weights are sharded again after each call."""
         call = whole_outputs(method)
         return call if self._shards is None else self._shards.bind_evaluation(call)
@@ -340,7 +373,11 @@ class ModelParallelStrategy(Strategy):
             check_whole_parameters(module.named_parameters(), self.mesh[_TENSOR])
 
     def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        value: float,
+        algorithm: str,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip by norm or by value, over the shards of all ranks."""
         complete_gradients(self._summed)  # manual optimization clips before a window ends
@@ -356,7 +393,9 @@ class ModelParallelStrategy(Strategy):
         layout, sent = f"{axes_in_words(sizes)}, divided by the module", []
         tensor, shards = sizes[_TENSOR], sizes[_DATA]
         if tensor > 1:
-            sent = [f"activations of divided layers: among {tensor} tensor ranks, forward and backward"]
+            sent = [
+                f"activations of divided layers: among {tensor} tensor ranks, forward and backward"
+            ]
         if shards > 1:
             sent += [
                 f"parameters: all-gather over {shards} data ranks for each forward, for backward where released",
@@ -379,11 +418,17 @@ class ModelParallelStrategy(Strategy):
 
 def _layout(module: nn.Module) -> dict[str, str]:
     """How each parameter is divided, and the parts that ``fully_shard`` gathers together, by name."""
-    found = {name: "a unit of fully_shard" for name, part in module.named_modules() if isinstance(part, FSDPModule)}
+    found = {
+        name: "a unit of fully_shard"
+        for name, part in module.named_modules()
+        if isinstance(part, FSDPModule)
+    }
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor):
             axes = ", ".join(parameter.device_mesh.mesh_dim_names or ())
-            found[name] = f"{list(parameter.shape)} as {parameter.placements} over {axes or 'a mesh without names'}"
+            found[name] = (
+                f"{list(parameter.shape)} as {parameter.placements} over {axes or 'a mesh without names'}"
+            )
         else:
             found[name] = f"{list(parameter.shape)} whole"
     return found

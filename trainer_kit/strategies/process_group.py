@@ -27,7 +27,11 @@ from trainer_kit.core.devices import make_current
 from trainer_kit.core.environment import Environment
 from trainer_kit.core.errors import ConfigurationError, StrategyError
 from trainer_kit.core.protocols import Group
-from trainer_kit.launch.startup_timeout import meet_without_agent, named_while_connecting, wait_for_all
+from trainer_kit.launch.startup_timeout import (
+    meet_without_agent,
+    named_while_connecting,
+    wait_for_all,
+)
 
 __all__ = [
     "ProcessGroup",
@@ -84,7 +88,11 @@ def join_world(
                 wait_for_all(store, here, timeout)
                 with named_while_connecting(store, here):
                     dist.init_process_group(
-                        backend, timeout=timeout, store=store, rank=here.rank, world_size=here.world_size
+                        backend,
+                        timeout=timeout,
+                        store=store,
+                        rank=here.rank,
+                        world_size=here.world_size,
                     )
             elif alone:
                 mine = dist.HashStore()  # type: ignore[attr-defined]
@@ -106,7 +114,9 @@ def _leave_world() -> None:
     # A reducer that outlives its group aborts the process on its way out ("terminate called without an active
     # exception", exit code 134): collect reference cycles first.
     gc.collect()
-    if not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ:  # our agent's ranks end without C++'s exit
+    if (
+        not dist.is_initialized() or "TRAINER_KIT_AGENT_PID" in os.environ
+    ):  # our agent's ranks end without C++'s exit
         return
     # A raw loop may hold a wrapped model to the end. Groups that have gloo only need no teardown.
     if any(backend != "gloo" for backend in re.findall(r":(\w+)", str(dist.get_backend_config()))):
@@ -128,11 +138,17 @@ def _let_gloo_finish() -> None:
     threads = Path("/proc/self/task")
     if not threads.is_dir():
         return
-    states = [thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in _read(thread / "comm")]
+    states = [
+        thread / "stat" for thread in threads.iterdir() if "gloo_runloop" in _read(thread / "comm")
+    ]
     asleep, end = 0, time.monotonic() + 1
     while states and asleep < 3 and time.monotonic() < end:
         time.sleep(0.001)  # releases the interpreter's lock: a thread that waits for it sleeps, too
-        asleep = asleep + 1 if all(") S " in (text := _read(state)) or not text for state in states) else 0
+        asleep = (
+            asleep + 1
+            if all(") S " in (text := _read(state)) or not text for state in states)
+            else 0
+        )
 
 
 def _read(file: Path) -> str:
@@ -155,7 +171,10 @@ class ProcessGroup:
     """
 
     def __init__(
-        self, device: torch.device, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+        self,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.device, self.group = device, group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
@@ -170,7 +189,9 @@ class ProcessGroup:
     def all_reduce(self, tensor: Tensor, op: str = "sum") -> Tensor:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
         if op not in ("sum", "mean", "avg", "min", "max"):
-            raise ConfigurationError(f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max")
+            raise ConfigurationError(
+                f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max"
+            )
         kind = {"min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}.get(op, dist.ReduceOp.SUM)
         # gloo reduces wrongly when ranks differ in their stride layout; a rank without data may have zeros on the host
         whole = tensor.to(self.device).contiguous()
@@ -279,13 +300,16 @@ def swap_kept(kept: dict[Any, Any]) -> dict[Any, Any]:
 
 def _beside(group: dist.ProcessGroup | None, timeout: timedelta | None) -> dist.ProcessGroup:
     """Make a gloo group of the same processes; all processes make all such groups, in the same order."""
-    mine = tuple(range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group))
+    mine = tuple(
+        range(dist.get_world_size()) if group is None else dist.get_process_group_ranks(group)
+    )
     everyone: list[Any] = [mine]
     if group is not None:
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
     made: dict[Any, dist.ProcessGroup] = {
-        ranks: dist.new_group(list(ranks), timeout or _timeout(), backend="gloo") for ranks in sorted(set(everyone))
+        ranks: dist.new_group(list(ranks), timeout or _timeout(), backend="gloo")
+        for ranks in sorted(set(everyone))
     }
     return made[mine]
 
@@ -303,7 +327,11 @@ def _timeout() -> timedelta | None:
     """Return the timeout of the world, where its backend has one."""
     world = dist.distributed_c10d._get_default_group()
     backends = [world._get_backend(device) for device in world._device_types]
-    known = [options for backend in backends if (options := getattr(backend, "options", None)) is not None]
+    known = [
+        options
+        for backend in backends
+        if (options := getattr(backend, "options", None)) is not None
+    ]
     found: list[timedelta] = [options._timeout for options in known]
     return found[0] if found else None
 
@@ -315,8 +343,12 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: ProcessGroup) -
     left without.
     """
     everyone = [p for p in parameters if p.requires_grad]
-    present = torch.tensor([p.grad is not None for p in everyone], dtype=torch.float32, device=group.device)
-    used = group.all_reduce(present, "max").tolist()  # sync point: which gradients exist differs from rank to rank
+    present = torch.tensor(
+        [p.grad is not None for p in everyone], dtype=torch.float32, device=group.device
+    )
+    used = group.all_reduce(
+        present, "max"
+    ).tolist()  # sync point: which gradients exist differs from rank to rank
     gradients = []
     for parameter, is_used in zip(everyone, used, strict=True):
         if is_used:

@@ -18,7 +18,15 @@ from trainer_kit.core.seed import restore_rng, rng_state
 from trainer_kit.core.state_names import state_name
 from trainer_kit.strategies.state import part_of
 
-__all__ = ["InitialWeights", "agree_on_rng", "built_once", "compare_models", "digest", "empty", "with_equal_rng"]
+__all__ = [
+    "InitialWeights",
+    "agree_on_rng",
+    "built_once",
+    "compare_models",
+    "digest",
+    "empty",
+    "with_equal_rng",
+]
 
 
 @contextmanager
@@ -28,7 +36,9 @@ def built_once(group: Group) -> Iterator[None]:
     with torch.device("cpu" if group.rank == 0 else "meta"):
         yield
     began, ended = group.broadcast((before, torch.get_rng_state()))
-    if began is before or torch.equal(before, began):  # the others drew nothing: their next numbers would differ
+    if began is before or torch.equal(
+        before, began
+    ):  # the others drew nothing: their next numbers would differ
         torch.set_rng_state(ended)
 
 
@@ -46,7 +56,9 @@ class InitialWeights:
         StrategyError: the first rank has no values either, or the ranks built different models.
     """
 
-    def __init__(self, module: nn.Module, group: Group, given: bool = False, resets: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, group: Group, given: bool = False, resets: bool = False
+    ) -> None:
         self._group = group
         self._shapes: dict[str, tuple[torch.Size, torch.dtype]] = {}
         self._whole: dict[str, Tensor] = {}
@@ -62,7 +74,9 @@ class InitialWeights:
             if first[id(tensor)] == name:
                 found[name] = tensor.detach()
         shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
-        compare_models({name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()}, group)
+        compare_models(
+            {name: f"{list(shape)} {dtype}" for name, (shape, dtype) in shapes.items()}, group
+        )
         empty = group.broadcast([name for name, tensor in found.items() if tensor.is_meta])
         self._shapes = {name: shape for name, shape in shapes.items() if name not in empty}
         self._whole = {name: found[name] for name in self._shapes} if group.rank == 0 else {}
@@ -83,7 +97,9 @@ class InitialWeights:
         Raises:
             StrategyError: a layer has no such method, or known layers have other names.
         """
-        known = {name for names in self._names.values() for name in names} if self._shapes else set()
+        known = (
+            {name for names in self._names.values() for name in names} if self._shapes else set()
+        )
         first: dict[int, str] = {}
         for name, tensor in _tensors(module):
             if tensor.is_meta and name not in known:
@@ -98,9 +114,14 @@ class InitialWeights:
                 found=f"{gone[0]} before, {next(iter(first.values()))} now",
                 fix="rename them in __init__, or create them without init_module(empty_init=True)",
             )
-        layers = {name: part for name, part in module.named_modules() if {*map(id, _own(part))} & first.keys()}
+        layers = {
+            name: part
+            for name, part in module.named_modules()
+            if {*map(id, _own(part))} & first.keys()
+        }
         calls = [
-            getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None)) for part in layers.values()
+            getattr(part, "reset_parameters", getattr(part, "_reset_parameters", None))
+            for part in layers.values()
         ]
         lacking = [name for name, call in zip(layers, calls, strict=True) if not callable(call)]
         if lacking:
@@ -113,7 +134,9 @@ class InitialWeights:
             if self._group.rank == 0:
                 self._whole.update(_reset(list(layers.values()), calls, first))
 
-    def hand_out(self, module: nn.Module, device: torch.device, parameters_on: torch.device) -> None:
+    def hand_out(
+        self, module: nn.Module, device: torch.device, parameters_on: torch.device
+    ) -> None:
         """Fill the divided module on every rank; each rank keeps only its own parts.
 
         Args:
@@ -130,7 +153,11 @@ class InitialWeights:
             # Unlike to_empty(), keep what submodules such as metrics store outside of buffers: it is not broadcast.
             with _kept_tied(module):
                 apply: Any = module._apply
-                apply(lambda tensor: torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor)
+                apply(
+                    lambda tensor: (
+                        torch.empty_like(tensor, device=parameters_on) if tensor.is_meta else tensor
+                    )
+                )
         for parameter in module.parameters():
             # Whole parameters move in place: optimizers hold them, and some are tied.
             if not hasattr(parameter, "placements") and parameter.device != device:
@@ -139,7 +166,9 @@ class InitialWeights:
             for name, buffer in part._buffers.items():
                 if buffer is not None:
                     part._buffers[name] = buffer.to(device)
-        if dist.is_initialized() and dist.get_backend(self._group.group) == "fake":  # weights have no values
+        if (
+            dist.is_initialized() and dist.get_backend(self._group.group) == "fake"
+        ):  # weights have no values
             self._whole = {}
             return
         held = dict(_tensors(module))
@@ -150,7 +179,9 @@ class InitialWeights:
                     whole = torch.empty(shape, dtype=dtype, device=device)
                 self._group.broadcast(whole)
                 # Under each of its names: a stage of a pipeline may have a later name only.
-                for own in {id(held[known]): held[known] for known in self._names[name] if known in held}.values():
+                for own in {
+                    id(held[known]): held[known] for known in self._names[name] if known in held
+                }.values():
                     own.detach().copy_(part_of(whole, own))
 
 
@@ -186,16 +217,23 @@ def compare_models(
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """By name, which a wrapper of a part, such as a compiled one, does not change."""
     for name, tensor in chain(
-        module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+        module.named_parameters(remove_duplicate=False),
+        module.named_buffers(remove_duplicate=False),
     ):
         yield state_name(name), tensor
 
 
 def _own(part: nn.Module) -> list[Tensor]:
-    return [tensor for tensor in (*part._parameters.values(), *part._buffers.values()) if tensor is not None]
+    return [
+        tensor
+        for tensor in (*part._parameters.values(), *part._buffers.values())
+        if tensor is not None
+    ]
 
 
-def _reset(parts: Sequence[nn.Module], calls: Sequence[Any], names: dict[int, str]) -> dict[str, Tensor]:
+def _reset(
+    parts: Sequence[nn.Module], calls: Sequence[Any], names: dict[int, str]
+) -> dict[str, Tensor]:
     """Call the methods while the parts have whole tensors in host memory; return these by name."""
     made: dict[int, Any] = {}
     before = [(tensors, dict(tensors)) for part in parts for tensors in _places(part)]
@@ -207,7 +245,9 @@ def _reset(parts: Sequence[nn.Module], calls: Sequence[Any], names: dict[int, st
                 if id(tensor) not in made:
                     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
                     made[id(tensor)] = (
-                        nn.Parameter(whole, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else whole
+                        nn.Parameter(whole, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else whole
                     )
                 tensors[key] = made[id(tensor)]
         for call in calls:
@@ -233,7 +273,9 @@ def empty(module: nn.Module) -> None:
                 if id(tensor) not in made:
                     bare = torch.empty_like(tensor, device="meta")
                     made[id(tensor)] = (
-                        nn.Parameter(bare, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else bare
+                        nn.Parameter(bare, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else bare
                     )
                 tensors[key] = made[id(tensor)]
 
@@ -255,14 +297,18 @@ def _kept_tied(module: nn.Module) -> Iterator[None]:
 def agree_on_rng(groups: Iterable[Group], device: torch.device) -> None:
     """Give every rank of a group the generator states of its first rank. Equal states cost one exchanged number."""
     for group in groups:
-        if group.group is not None and dist.get_backend(group.group) == "fake":  # its ranks are all this one
+        if (
+            group.group is not None and dist.get_backend(group.group) == "fake"
+        ):  # its ranks are all this one
             continue
         state = rng_state(device)
         if len({row[0] for row in group.agree([digest(state)])}) > 1:
             restore_rng(group.broadcast(state), device)
 
 
-def with_equal_rng(call: Callable[..., Any], groups: Sequence[Group], device: torch.device) -> Callable[..., Any]:
+def with_equal_rng(
+    call: Callable[..., Any], groups: Sequence[Group], device: torch.device
+) -> Callable[..., Any]:
     """Return a step that equalizes generators first: hooks and loaders may have drawn numbers on one rank only."""
 
     def step(*arguments: Any) -> Any:
@@ -287,7 +333,9 @@ def digest(state: dict[str, Any]) -> int:
     for name in ("torch", "device"):
         one = state.get(name)
         if isinstance(one, Tensor):
-            found = zlib.crc32(one.numpy().tobytes(), found)  # no sync point: generators' states are on the host
+            found = zlib.crc32(
+                one.numpy().tobytes(), found
+            )  # no sync point: generators' states are on the host
         elif one is not None:
             found = zlib.crc32(repr(one).encode(), found)
     return found

@@ -13,7 +13,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainer_kit.core.errors import StrategyError
-from trainer_kit.core.state_names import load_module_weights, plain_state, state_name, without_wrappers
+from trainer_kit.core.state_names import (
+    load_module_weights,
+    plain_state,
+    state_name,
+    without_wrappers,
+)
 from trainer_kit.precision.converted import QuantizedLayer
 from trainer_kit.precision.optimizers import from_parts, to_parts, why_not_divided
 
@@ -44,7 +49,9 @@ GroupOptions: TypeAlias = Sequence[Mapping[str, Any]]
 
 def optimizer_state(optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
     """The parameters of each group, and the state of each parameter that has any."""
-    states: dict[Any, Mapping[str, Any]] = {p: to_parts(state) for p, state in optimizer.state.items()}
+    states: dict[Any, Mapping[str, Any]] = {
+        p: to_parts(state) for p, state in optimizer.state.items()
+    }
     return [list(group["params"]) for group in optimizer.param_groups], states
 
 
@@ -62,22 +69,35 @@ def load_optimizer_state(optimizer: Optimizer, groups: GroupOptions, state: Stat
     packed, index = [], 0
     for group, options in zip(optimizer.param_groups, groups, strict=True):
         numbers = range(index, index + len(group["params"]))
-        numbered.update({i: given[p] for i, p in zip(numbers, group["params"], strict=True) if p in given})
+        numbered.update(
+            {i: given[p] for i, p in zip(numbers, group["params"], strict=True) if p in given}
+        )
         packed.append({**options, "params": list(numbers)})
         index = numbers.stop
     optimizer.load_state_dict({"state": numbered, "param_groups": packed})
     for parameter, own in given.items():
         kept = optimizer.state.get(parameter, {})
-        kept.update({name: _in_dtype_of(value, kept[name]) for name, value in own.items() if name in kept})
+        kept.update(
+            {name: _in_dtype_of(value, kept[name]) for name, value in own.items() if name in kept}
+        )
 
 
 def _in_dtype_of(given: Any, loaded: Any) -> Any:
     """Return the loaded value; a tensor that ``load_state_dict`` has cast keeps the given dtype."""
     if isinstance(given, Tensor) and isinstance(loaded, Tensor):
-        return loaded if given.dtype == loaded.dtype else given.detach().to(loaded.device, copy=True)
+        return (
+            loaded if given.dtype == loaded.dtype else given.detach().to(loaded.device, copy=True)
+        )
     if isinstance(given, Mapping) and isinstance(loaded, dict):
-        return {key: _in_dtype_of(given[key], value) if key in given else value for key, value in loaded.items()}
-    if isinstance(given, (list, tuple)) and type(given) is type(loaded) and len(given) == len(loaded):
+        return {
+            key: _in_dtype_of(given[key], value) if key in given else value
+            for key, value in loaded.items()
+        }
+    if (
+        isinstance(given, (list, tuple))
+        and type(given) is type(loaded)
+        and len(given) == len(loaded)
+    ):
         return type(loaded)(map(_in_dtype_of, given, loaded))
     return loaded
 
@@ -90,7 +110,10 @@ def parameters_of(module: nn.Module) -> dict[str, Callable[[], nn.Parameter | No
             return weakref.ref(parameter)
         return lambda: parameter  # torch refuses to convert a subclass that has weak references
 
-    return {name: refer(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    return {
+        name: refer(parameter)
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
 
 
 @final
@@ -102,9 +125,13 @@ class Moved:
         # refuses to convert parameters that have weak references.
         self._now: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[nn.Module], str]] = {}
 
-    def note(self, before: Mapping[str, Callable[[], nn.Parameter | None]], module: nn.Module) -> None:
+    def note(
+        self, before: Mapping[str, Callable[[], nn.Parameter | None]], module: nn.Module
+    ) -> None:
         """Compare a module's parameters, by name, with what `parameters_of` has returned ``before``."""
-        self._now = {key: known for key, known in self._now.items() if None not in (known[0](), known[1]())}
+        self._now = {
+            key: known for key, known in self._now.items() if None not in (known[0](), known[1]())
+        }
         for name, now in module.named_parameters():
             if (was := before[name]()) is not None and now is not was:
                 self._now[id(was)] = (weakref.ref(was), weakref.ref(module), name)
@@ -123,9 +150,13 @@ class Moved:
                     continue
                 if parameter in optimizer.state:
                     fix = "make the optimizer before its first step, or after prepare()"
-                    raise StrategyError("the optimizer was used before its parameters were sharded", fix=fix)
+                    raise StrategyError(
+                        "the optimizer was used before its parameters were sharded", fix=fix
+                    )
                 group["params"][index] = module.get_parameter(name)
-        divided = any(hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"])
+        divided = any(
+            hasattr(p, "placements") for group in optimizer.param_groups for p in group["params"]
+        )
         if divided:
             refuse_whole(optimizer)
 
@@ -139,7 +170,9 @@ def refuse_whole(optimizer: Optimizer) -> None:
     reason = why_not_divided(optimizer)
     if reason is not None:
         fix = "train with DDP, or with an optimizer of torch"
-        raise StrategyError(f"{type(optimizer).__name__} does not support sharded parameters", found=reason, fix=fix)
+        raise StrategyError(
+            f"{type(optimizer).__name__} does not support sharded parameters", found=reason, fix=fix
+        )
 
 
 def part_of(whole: Tensor, like: Tensor) -> Tensor:
@@ -164,7 +197,9 @@ def load_module_parts(module: nn.Module, state: Mapping[str, Any], strict: bool)
     for name, layer in module.named_modules():
         if isinstance(layer, QuantizedLayer):
             layer.take_floats(state, state_name(f"{name}.") if name else "")
-    parts = {name: part_of(value, own[name]) if name in own else value for name, value in state.items()}
+    parts = {
+        name: part_of(value, own[name]) if name in own else value for name, value in state.items()
+    }
     load_module_weights(module, parts, strict)
 
 
@@ -172,7 +207,8 @@ def optimizer_parts(state: States) -> dict[nn.Parameter, dict[str, Any]]:
     """Divide the state that has the shape of its parameter as the parameter is divided."""
     return {
         parameter: {
-            name: part_of(value, parameter) if isinstance(value, Tensor) else value for name, value in own.items()
+            name: part_of(value, parameter) if isinstance(value, Tensor) else value
+            for name, value in own.items()
         }
         for parameter, own in state.items()
     }
@@ -207,7 +243,11 @@ class Piece:
 
 
 def whole_of(
-    piece: Piece, shape: torch.Size, tensor: Tensor, keep: bool, group: dist.ProcessGroup | None = None
+    piece: Piece,
+    shape: torch.Size,
+    tensor: Tensor,
+    keep: bool,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """The pieces of all ranks as one tensor, on the CPU; zeros that take no memory where it is not kept.
 
@@ -223,7 +263,9 @@ def whole_of(
     whole = torch.zeros(shape.numel(), dtype=tensor.dtype, device=_exchange_device(tensor))
     piece.in_whole(whole).copy_(piece.of(tensor))
     # As integers: one rank's bits and zeros add up to exactly these bits, the sign of a zero included.
-    dist.all_reduce(whole.view(torch.int32 if whole.element_size() == 4 else torch.int16), group=group)
+    dist.all_reduce(
+        whole.view(torch.int32 if whole.element_size() == 4 else torch.int16), group=group
+    )
     if not keep:
         return unkept(shape, tensor.dtype)
     return whole.view(shape).cpu()  # sync point: a checkpoint
@@ -252,7 +294,11 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
         step: how it is stepped.
     """
     # With None torch chooses: foreach on an accelerator.
-    if all(group.get(way, False) is False for group in optimizer.param_groups for way in ("foreach", "fused")):
+    if all(
+        group.get(way, False) is False
+        for group in optimizer.param_groups
+        for way in ("foreach", "fused")
+    ):
         return step
     if len(_kinds(optimizer)) < 2:
         return step
@@ -274,7 +320,10 @@ def step_by_kind(optimizer: Optimizer, step: Callable[..., Any]) -> Callable[...
 
 
 def refuse_unprepared(
-    optimizer: Optimizer, step: Callable[..., Any], prepared: Callable[[], Iterable[nn.Parameter]], engine: str
+    optimizer: Optimizer,
+    step: Callable[..., Any],
+    prepared: Callable[[], Iterable[nn.Parameter]],
+    engine: str,
 ) -> Callable[..., Any]:
     """Return the step, which first refuses trained parameters that the engine does not synchronize.
 

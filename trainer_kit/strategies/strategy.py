@@ -58,12 +58,27 @@ class Strategy(ABC):
     """
 
     never_called: ClassVar[Mapping[str, str]] = {
-        **dict.fromkeys(("training_step", "validation_step", "test_step", "predict_step"), "override bind"),
-        **dict.fromkeys(("setup_environment", "setup", "teardown"), "override start, prepare_module or stop"),
-        **dict.fromkeys(("model_to_device", "configure_ddp", "determine_ddp_device_ids"), "override prepare_module"),
-        **dict.fromkeys(("optimizer_step", "backward", "pre_backward"), "override bind_step or bind_backward"),
-        **dict.fromkeys(("lightning_module_state_dict", "save_checkpoint", "load_checkpoint"), "override module_state"),
-        **dict.fromkeys(("reduce", "all_gather", "process_dataloader", "setup_optimizers"), "write a callback instead"),
+        **dict.fromkeys(
+            ("training_step", "validation_step", "test_step", "predict_step"), "override bind"
+        ),
+        **dict.fromkeys(
+            ("setup_environment", "setup", "teardown"), "override start, prepare_module or stop"
+        ),
+        **dict.fromkeys(
+            ("model_to_device", "configure_ddp", "determine_ddp_device_ids"),
+            "override prepare_module",
+        ),
+        **dict.fromkeys(
+            ("optimizer_step", "backward", "pre_backward"), "override bind_step or bind_backward"
+        ),
+        **dict.fromkeys(
+            ("lightning_module_state_dict", "save_checkpoint", "load_checkpoint"),
+            "override module_state",
+        ),
+        **dict.fromkeys(
+            ("reduce", "all_gather", "process_dataloader", "setup_optimizers"),
+            "write a callback instead",
+        ),
     }
     """Methods of Lightning's strategies that a subclass of a shipped one cannot override: by name, the way out."""
 
@@ -175,10 +190,16 @@ class Strategy(ABC):
             reduce_op: ``"mean"``, ``"avg"``, ``"sum"``, ``"min"`` or ``"max"``.
         """
         if group is not None:
-            raise StrategyError("reduce always uses all ranks", found="a group", fix="leave group out")
+            raise StrategyError(
+                "reduce always uses all ranks", found="a group", fix="leave group out"
+            )
         op = {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower())
         if op not in ("mean", "sum", "min", "max"):
-            raise StrategyError("unknown reduction", found=f"reduce_op={reduce_op!r}", fix="use mean, sum, min or max")
+            raise StrategyError(
+                "unknown reduction",
+                found=f"reduce_op={reduce_op!r}",
+                fix="use mean, sum, min or max",
+            )
         own = torch.as_tensor(tensor, device=self.device)
         own = own.float() if op == "mean" and not own.is_floating_point() else own.clone()
         return own if self.world.size == 1 else self.world.all_reduce(own, op)
@@ -201,19 +222,31 @@ class Strategy(ABC):
     @property
     def optimizers(self) -> NoReturn:
         """Not here: the Trainer has them."""
-        raise AttributeError("a strategy does not hold the optimizers: trainer.optimizers reads and replaces them")
+        raise AttributeError(
+            "a strategy does not hold the optimizers: trainer.optimizers reads and replaces them"
+        )
 
     @optimizers.setter
     def optimizers(self, optimizers: Any) -> NoReturn:
-        raise StrategyError("a strategy does not hold the optimizers", fix="assign trainer.optimizers = [...]")
+        raise StrategyError(
+            "a strategy does not hold the optimizers", fix="assign trainer.optimizers = [...]"
+        )
 
     if not TYPE_CHECKING:  # a checker knows all attributes
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") or name in dir(type(self)):  # a property has raised an AttributeError
+            if name.startswith("__") or name in dir(
+                type(self)
+            ):  # a property has raised an AttributeError
                 return object.__getattribute__(self, name)
-            fix = "it is known once a run has started" if name in Strategy.__annotations__ else _INSTEAD.get(name)
-            raise AttributeError(str(StrategyError(f"{type(self).__name__} has no attribute {name!r}", fix=fix)))
+            fix = (
+                "it is known once a run has started"
+                if name in Strategy.__annotations__
+                else _INSTEAD.get(name)
+            )
+            raise AttributeError(
+                str(StrategyError(f"{type(self).__name__} has no attribute {name!r}", fix=fix))
+            )
 
     def configure(self, **facts: Any) -> str | None:
         """Take what the run knows, to complete the engine's own configuration and to refuse contradictions.
@@ -300,7 +333,9 @@ class Strategy(ABC):
         """
         return method
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """How a step method of the module is called in validation, test and prediction.
 
         ``whole``: batches have not been through `shard_batch`.
@@ -350,7 +385,11 @@ class Strategy(ABC):
         return []
 
     def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        value: float,
+        algorithm: str,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip unscaled gradients over all ranks: by ``"norm"``, whose value before is returned, or by ``"value"``."""
         return clip_gradients(parameters, value, algorithm, norm_type)
@@ -369,7 +408,9 @@ class Strategy(ABC):
         """The module's own parameters in each group, and the state of each; every rank must call it."""
         return optimizer_state(optimizer)
 
-    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
+    def load_optimizer_state(
+        self, optimizer: Optimizer, groups: GroupOptions, state: States
+    ) -> None:
         """Restore the options of each group and the state of each parameter, from whole tensors or parts."""
         load_optimizer_state(optimizer, groups, optimizer_parts(state))
 

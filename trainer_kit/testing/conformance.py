@@ -17,14 +17,30 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.testing.distributed import run_distributed
 from trainer_kit.trainer import Trainer
 
-__all__ = ["CHECKS", "Classifier", "Net", "assert_same", "check_strategy", "continues", "fit", "run_checks", "whole"]
+__all__ = [
+    "CHECKS",
+    "Classifier",
+    "Net",
+    "assert_same",
+    "check_strategy",
+    "continues",
+    "fit",
+    "run_checks",
+    "whole",
+]
 
 _Make = Callable[[], Any]
 """Called on each rank, once for each Trainer."""
 
 _PER_RANK: Final = 3
 """Samples of a batch on each rank."""
-_TOLERANCES: Final = {"64-true": 1e-10, "32-true": 2e-6, "bf16-mixed": 5e-3, "bf16-true": 2e-2, "16-true": 5e-3}
+_TOLERANCES: Final = {
+    "64-true": 1e-10,
+    "32-true": 2e-6,
+    "bf16-mixed": 5e-3,
+    "bf16-true": 2e-2,
+    "16-true": 5e-3,
+}
 """By precision: the relative and absolute difference that another order of sums may cause."""
 
 
@@ -56,7 +72,9 @@ def check_strategy(
     run_distributed(run_checks, world_size, strategy, only, precision, timeout=timeout)
 
 
-def run_checks(strategy: _Make, only: Iterable[str] | None = None, precision: str = "64-true") -> None:
+def run_checks(
+    strategy: _Make, only: Iterable[str] | None = None, precision: str = "64-true"
+) -> None:
     """Run the checks on ranks that exist already; collective."""
     for name in CHECKS if only is None else only:
         try:
@@ -69,7 +87,11 @@ def run_checks(strategy: _Make, only: Iterable[str] | None = None, precision: st
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(self.norm(x))))  # type: ignore[no-any-return]
@@ -125,7 +147,10 @@ class _TwoNets(TrainModule):
         return self.losses(batch)
 
     def configure_optimizers(self) -> Any:
-        return {name: torch.optim.SGD(getattr(self, name).parameters(), lr=0.1) for name in ("left", "right")}
+        return {
+            name: torch.optim.SGD(getattr(self, name).parameters(), lr=0.1)
+            for name in ("left", "right")
+        }
 
 
 class _ByHand(_TwoNets):
@@ -160,7 +185,9 @@ class _Weighed(Classifier):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = 1 + batch[1]
-        return (F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") * tokens).sum() / tokens.sum()
+        return (
+            F.cross_entropy(self.net(batch[0]), batch[1], reduction="none") * tokens
+        ).sum() / tokens.sum()
 
     def loss_weight(self, batch: Any) -> Tensor:
         return (1 + batch[1]).sum()  # type: ignore[no-any-return]
@@ -181,7 +208,9 @@ class _Evaluated(Classifier):
 
 def _samples(count: int) -> TensorDataset:
     draw = torch.Generator().manual_seed(1)
-    return TensorDataset(torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw))
+    return TensorDataset(
+        torch.randn(count, 8, generator=draw), torch.randint(4, (count,), generator=draw)
+    )
 
 
 class _Adaptive(Classifier):
@@ -250,20 +279,43 @@ def continues(
         about: skip pairs in which neither name starts with this.
     """
     world = torch.distributed.get_world_size()
-    options: dict[str, Any] = {"max_steps": 3, "max_epochs": 1, "global_batch_size": 12, "precision": precision}
+    options: dict[str, Any] = {
+        "max_steps": 3,
+        "max_epochs": 1,
+        "global_batch_size": 12,
+        "precision": precision,
+    }
     for name, strategy in strategies.items():
         alone = name == "one"
         if not alone or torch.distributed.get_rank() == 0:
-            fit(strategy(), _Adaptive, 72, 12, 1 if alone else world, save=f"{directory}/{name}", **options)
+            fit(
+                strategy(),
+                _Adaptive,
+                72,
+                12,
+                1 if alone else world,
+                save=f"{directory}/{name}",
+                **options,
+            )
         torch.distributed.barrier()
     _, expected = fit("auto", _Adaptive, 72, 12, 1, **{**options, "max_steps": 6})
     for reader, strategy in strategies.items():
         for writer in [*strategies, *found]:
-            if reader == writer == "one" or not (reader.startswith(about) or writer.startswith(about)):
+            if reader == writer == "one" or not (
+                reader.startswith(about) or writer.startswith(about)
+            ):
                 continue
             path, devices = f"{directory}/{writer}", 1 if reader == "one" else world
             try:
-                _, now = fit(strategy(), _Adaptive, 72, 12, devices, ckpt_path=path, **{**options, "max_steps": 6})
+                _, now = fit(
+                    strategy(),
+                    _Adaptive,
+                    72,
+                    12,
+                    devices,
+                    ckpt_path=path,
+                    **{**options, "max_steps": 6},
+                )
                 assert_same(now, expected, _TOLERANCES[precision])
             except BaseException as error:
                 add_note(error, f"saved by {writer}, read by {reader}")
@@ -272,11 +324,16 @@ def continues(
 
 def whole(state: Mapping[str, Any]) -> dict[str, Tensor]:
     """The complete state of a module, without shards; collective."""
-    parts = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+    parts = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for name, value in state.items()
+    }
     return {name: value.detach().clone() for name, value in parts.items()}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
+def assert_same(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = 1e-10
+) -> None:
     """Assert equal names, and values that are equal up to the order of sums in float64."""
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())
     for name, value in expected.items():
@@ -285,7 +342,9 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tol
         )
 
 
-def _compare(strategy: _Make, precision: str, make: Callable[[], Any], counts: Iterable[int], **options: Any) -> None:
+def _compare(
+    strategy: _Make, precision: str, make: Callable[[], Any], counts: Iterable[int], **options: Any
+) -> None:
     """Compare fits of ``counts`` samples on these ranks with fits in one process."""
     world = torch.distributed.get_world_size()
     options["precision"] = precision
@@ -293,7 +352,9 @@ def _compare(strategy: _Make, precision: str, make: Callable[[], Any], counts: I
         try:
             trainer, found = fit(strategy(), make, count, _PER_RANK, world, **options)
             assert trainer.world_size == world, "the strategy does not train on all ranks"
-            alone, expected = fit("auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options)
+            alone, expected = fit(
+                "auto", make, count, _PER_RANK * trainer.strategy.data.size, 1, **options
+            )
             assert_same(found, expected, _TOLERANCES[precision])
             assert trainer.global_step == alone.global_step
             assert trainer.progress.samples == alone.progress.samples
@@ -308,12 +369,26 @@ def _accumulation_and_clipping(strategy: _Make, precision: str) -> None:
 
 
 def _clipping_by_value(strategy: _Make, precision: str) -> None:
-    _compare(strategy, precision, Classifier, [24], gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    _compare(
+        strategy,
+        precision,
+        Classifier,
+        [24],
+        gradient_clip_val=0.01,
+        gradient_clip_algorithm="value",
+    )
 
 
 def _uneven_ranks(strategy: _Make, precision: str) -> None:
     """Short last batches, ranks without samples in them, and ranks that never have a sample."""
-    _compare(strategy, precision, Classifier, [25, 19, 38], accumulate_grad_batches=2, gradient_clip_val=0.5)
+    _compare(
+        strategy,
+        precision,
+        Classifier,
+        [25, 19, 38],
+        accumulate_grad_batches=2,
+        gradient_clip_val=0.5,
+    )
     _compare(strategy, precision, Classifier, [1])
 
 
@@ -338,7 +413,12 @@ def _evaluation(strategy: _Make, precision: str) -> None:
         for chosen, devices in ((strategy(), world), ("auto", 1)):
             torch.manual_seed(7)
             module, seconds = _Evaluated(), _Evaluated()
-            settings: dict[str, Any] = {"barebones": True, "precision": precision, "seed": 0, "accelerator": "cpu"}
+            settings: dict[str, Any] = {
+                "barebones": True,
+                "precision": precision,
+                "seed": 0,
+                "accelerator": "cpu",
+            }
             trainer = Trainer(devices=devices, strategy=chosen, max_epochs=2, **settings)
             trainer.print = lambda *values, **options: None  # type: ignore[method-assign]
             loader = DataLoader(_samples(count), batch_size=size)
@@ -354,7 +434,10 @@ def _evaluation(strategy: _Make, precision: str) -> None:
                 size *= group.size
         (mine, counted, *found), (theirs, alone, *expected) = seen
         assert mine.keys() == theirs.keys()
-        assert all(abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs), (mine, theirs)
+        assert all(abs(mine[name] - theirs[name]) < 10 * tolerance for name in theirs), (
+            mine,
+            theirs,
+        )
         assert group is not None
         total = group.all_reduce(torch.tensor(counted))
         assert int(total) == alone, "a padding batch was counted"

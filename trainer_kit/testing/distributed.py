@@ -35,11 +35,23 @@ _PRELOAD: Final = [
     "trainer_kit.testing.distributed",
     "trainer_kit.trainer",
 ]
-_PRELOAD_WHERE_USED: Final = ("pytest", "torch.utils.tensorboard", "torchdata.stateful_dataloader", "torchmetrics")
+_PRELOAD_WHERE_USED: Final = (
+    "pytest",
+    "torch.utils.tensorboard",
+    "torchdata.stateful_dataloader",
+    "torchmetrics",
+)
 """The server loads these if this process has loaded them: the functions on the ranks may need them too."""
 # A signal with no other use.
 _DUMP: Final[int] = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
-_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES: Final = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def run_distributed(
@@ -81,15 +93,21 @@ def run_distributed(
         raise LaunchError("at least one rank is needed", found=f"world_size={world_size}")
     # forkserver: the ranks fork from a clean server process without threads.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*_PRELOAD, *(name for name in _PRELOAD_WHERE_USED if name in sys.modules)])
-    with tempfile.TemporaryDirectory(prefix="trainer_kit-", ignore_cleanup_errors=True) as directory:
+    context.set_forkserver_preload(
+        [*_PRELOAD, *(name for name in _PRELOAD_WHERE_USED if name in sys.modules)]
+    )
+    with tempfile.TemporaryDirectory(
+        prefix="trainer_kit-", ignore_cleanup_errors=True
+    ) as directory:
         call = _Call(
             directory=directory,
             # As bytes, so that a rank unpickles it after it has set the environment, directory and filters.
             call=_pickled(fn, args, kwargs),
             process_group=process_group,
             timeout=timeout,
-            environ={name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES},
+            environ={
+                name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES
+            },
             working_directory=os.getcwd(),
             filters=[_filter(entry) for entry in warnings.filters],
         )
@@ -119,7 +137,10 @@ def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str,
 def _filter(entry: Any) -> tuple[Any, ...]:
     """An entry of ``warnings.filters`` as arguments of ``warnings.filterwarnings``."""
     action, message, category, module, line = entry
-    pattern = [part if isinstance(part, str) else "" if part is None else part.pattern for part in (message, module)]
+    pattern = [
+        part if isinstance(part, str) else "" if part is None else part.pattern
+        for part in (message, module)
+    ]
     return action, pattern[0], category, pattern[1], line
 
 
@@ -137,7 +158,11 @@ class _Call:
     filters: list[tuple[Any, ...]]
 
     def __call__(self, rank: int) -> Any:
-        own = {name: os.environ[name] for name in (*_RANK_VARIABLES, "GLOO_SOCKET_IFNAME") if name in os.environ}
+        own = {
+            name: os.environ[name]
+            for name in (*_RANK_VARIABLES, "GLOO_SOCKET_IFNAME")
+            if name in os.environ
+        }
         os.environ.clear()
         os.environ.update({**self.environ, **own})
         os.chdir(self.working_directory)

@@ -26,7 +26,9 @@ __all__ = ["pytest_configure", "pytest_pyfunc_call"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the mark."""
-    config.addinivalue_line("markers", "world_size(n, *, timeout=60, process_group=True): run the body on n gloo ranks")
+    config.addinivalue_line(
+        "markers", "world_size(n, *, timeout=60, process_group=True): run the body on n gloo ranks"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,7 +40,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     if len(mark.args) != 1 or not isinstance(mark.args[0], int):
         raise LaunchError(
-            "the mark needs the number of ranks", found=f"world_size{mark.args}", fix="write world_size(2)"
+            "the mark needs the number of ranks",
+            found=f"world_size{mark.args}",
+            fix="write world_size(2)",
         )
     wanted = pyfuncitem._fixtureinfo.argnames
     arguments = _pickled({name: pyfuncitem.funcargs[name] for name in wanted})
@@ -48,7 +52,13 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     assert module is not None
     try:
         outcomes = run_distributed(
-            _run_body, mark.args[0], str(pyfuncitem.path), module.obj.__name__, name, arguments, **mark.kwargs
+            _run_body,
+            mark.args[0],
+            str(pyfuncitem.path),
+            module.obj.__name__,
+            name,
+            arguments,
+            **mark.kwargs,
         )
     except BaseException as error:
         raise error.with_traceback(None)  # noqa: B904 - the traceback of the rank is a note of this error
@@ -73,7 +83,9 @@ def _pickled(arguments: Mapping[str, Any]) -> dict[str, bytes]:
     return packed
 
 
-def _run_body(path: str, module_name: str, name: str, arguments: Mapping[str, bytes]) -> tuple[str, str] | None:
+def _run_body(
+    path: str, module_name: str, name: str, arguments: Mapping[str, bytes]
+) -> tuple[str, str] | None:
     """Run the body of the test on a rank. Arguments are unpickled last: they may need the module of the test."""
     module = sys.modules.get(module_name) or _load(path, module_name)
     *owners, function = name.split(".")

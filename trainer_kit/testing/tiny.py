@@ -63,7 +63,9 @@ class TinyModule(TrainModule):
         return loss  # type: ignore[no-any-return]
 
 
-_HOOKS = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+_HOOKS = [
+    name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")
+]
 
 
 def record_hooks(callbacks: list[Any]) -> list[str]:

@@ -150,5 +150,9 @@ def missing(trainer: object, name: str, former_methods: Mapping[str, str]) -> At
     fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
     if not name.startswith("_"):
         known = [one for one in dir(type(trainer)) if not one.startswith("_")]
-        fix = former_methods.get(name) or did_you_mean(name, known, "dir(trainer) lists its attributes")
-    return AttributeError(str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix)))
+        fix = former_methods.get(name) or did_you_mean(
+            name, known, "dir(trainer) lists its attributes"
+        )
+    return AttributeError(
+        str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix))
+    )

@@ -24,7 +24,13 @@ from trainer_kit.core.hooks import DataHooks, ModuleHooks
 from trainer_kit.core.location import Location
 from trainer_kit.core.module import TrainModule, build_once
 from trainer_kit.core.progress import Duration
-from trainer_kit.core.protocols import ActsAtIntervals, Group, LeavesOutSteps, ReplaysSteps, SplitsBatches
+from trainer_kit.core.protocols import (
+    ActsAtIntervals,
+    Group,
+    LeavesOutSteps,
+    ReplaysSteps,
+    SplitsBatches,
+)
 from trainer_kit.core.signatures import check_hooks, takes
 from trainer_kit.core.states import names_validation
 from trainer_kit.data import MODES, Ahead, CombinedLoader, EpochLength, Feed, read_together
@@ -37,7 +43,12 @@ from trainer_kit.step.bus import Bus
 from trainer_kit.step.evaluate import Evaluation, part_weight
 from trainer_kit.step.micro_batch import MicroBatches, exit_agreement
 from trainer_kit.step.optimize import ManualStepper, Stepper
-from trainer_kit.step.optimizers import LRSchedulerConfig, Optimizers, check_parameters, configure_optimizers
+from trainer_kit.step.optimizers import (
+    LRSchedulerConfig,
+    Optimizers,
+    check_parameters,
+    configure_optimizers,
+)
 from trainer_kit.step.padding_batches import PaddingBatches
 from trainer_kit.step.run import Fit, Saver
 from trainer_kit.step.schedule import Interval, Schedule, check_tokens
@@ -109,14 +120,22 @@ def check_module(module: Any, stage: str) -> None:
     check_hooks(type(module), ModuleHooks, DataHooks)
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed is not None and not is_overridden(needed, module, TrainModule):
-        near = difflib.get_close_matches(needed, [name for name in dir(module) if name.endswith("_step")], cutoff=0.5)
-        own = [name for name in ("compute_loss", *near) if name in dir(module) and name not in dir(TrainModule)]
+        near = difflib.get_close_matches(
+            needed, [name for name in dir(module) if name.endswith("_step")], cutoff=0.5
+        )
+        own = [
+            name
+            for name in ("compute_loss", *near)
+            if name in dir(module) and name not in dir(TrainModule)
+        ]
         raise ConfigurationError(
             f"{type(module).__name__} has no {needed}",
             found=f"{own[0]}, which is not called" if own else None,
             fix=f"define {needed}(self, batch, batch_idx)",
         )
-    if stage == "predict" and not any(is_overridden(name, module, TrainModule) for name in ("predict_step", "forward")):
+    if stage == "predict" and not any(
+        is_overridden(name, module, TrainModule) for name in ("predict_step", "forward")
+    ):
         raise ConfigurationError(
             f"{type(module).__name__} has no predict_step",
             fix="define predict_step(self, batch, batch_idx), or forward",
@@ -178,7 +197,9 @@ def compose_evaluation(
     )
 
 
-def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus) -> Fit:
+def compose_fit(
+    trainer: Session, module: Any, datamodule: Any, loaders: Any, val_loaders: Any, bus: Bus
+) -> Fit:
     """Compose a fit: feed, wrapped module, optimizers, accumulation windows, schedule, validation."""
     strategy, precision, settings = trainer.strategy, trainer.precision_plugin, trainer.settings
     feed, length = _training_feed(trainer, loaders)
@@ -194,14 +215,18 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     stepper = (
         ManualStepper(made, module, strategy, precision, bus)
         if manual
-        else Stepper(made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics)
+        else Stepper(
+            made, module, strategy, precision, bus, settings.clip, trainer.metrics.callback_metrics
+        )
     )
     move, prefetch = _movement(trainer, module, datamodule, feed)
     micro = _micro(trainer, module, bus, stepper, step, manual)
     micro.move = move if prefetch is None else None
     windows = _windows(trainer, module, feed, micro, length.limit, prefetch)
     trainer.metrics.feed = feed if windows.loss_weight is None else None
-    if strategy.data.size > 1 and (manual or strategy.lockstep):  # each micro-batch runs collectives on every rank
+    if strategy.data.size > 1 and (
+        manual or strategy.lockstep
+    ):  # each micro-batch runs collectives on every rank
         padding = PaddingBatches(micro, module, strategy, move, None if manual else made.names)
         micro.run_padding, windows.provide = padding.run, padding.provide
     validation = _validation(trainer, module, datamodule, val_loaders, bus)
@@ -233,7 +258,9 @@ def compose_fit(trainer: Session, module: Any, datamodule: Any, loaders: Any, va
     )
     for callback in trainer.callbacks:
         if isinstance(callback, ActsAtIntervals) and callback.acts_every is not None:
-            run.schedule.intervals.append(Interval(callback.acts_every, partial(callback.act, trainer, module)))
+            run.schedule.intervals.append(
+                Interval(callback.acts_every, partial(callback.act, trainer, module))
+            )
     _connect_stepper(run)
     run.guard = _guard(trainer, run, datamodule)
     return run
@@ -255,10 +282,18 @@ def _connect_stepper(run: Fit) -> None:
 
 
 def _forward_backward(
-    trainer: Session, module: TrainModule, stepper: _Steps, micro: MicroBatches, windows: WindowLoader
+    trainer: Session,
+    module: TrainModule,
+    stepper: _Steps,
+    micro: MicroBatches,
+    windows: WindowLoader,
 ) -> Callable[[MicroBatches], None]:
-    asked = next((callback for callback in trainer.callbacks if isinstance(callback, SplitsBatches)), None)
-    replays = next((callback for callback in trainer.callbacks if isinstance(callback, ReplaysSteps)), None)
+    asked = next(
+        (callback for callback in trainer.callbacks if isinstance(callback, SplitsBatches)), None
+    )
+    replays = next(
+        (callback for callback in trainer.callbacks if isinstance(callback, ReplaysSteps)), None
+    )
     strategy = trainer.strategy
     inside = strategy.without_exchange()
     if replays is not None and (micro.manual or stepper.evaluates or asked is not None):
@@ -279,7 +314,8 @@ def _forward_backward(
         else strategy.describe()
         if inside is None
         else "SyncBatchNorm, whose forward needs every rank"
-        if strategy.world.size > 1 and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        if strategy.world.size > 1
+        and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
         else None
     )
     if cannot is not None or inside is None:
@@ -289,12 +325,21 @@ def _forward_backward(
             fix="use smaller batches with accumulate_grad_batches=; one device and DDP can repeat a step",
         )
     return SplitBatches(
-        strategy, inside, module, trainer.callbacks, trainer.metrics, windows.loss_weight, asked, trainer.print
+        strategy,
+        inside,
+        module,
+        trainer.callbacks,
+        trainer.metrics,
+        windows.loss_weight,
+        asked,
+        trainer.print,
     )
 
 
 def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
-    asked = next((callback for callback in trainer.callbacks if isinstance(callback, LeavesOutSteps)), None)
+    asked = next(
+        (callback for callback in trainer.callbacks if isinstance(callback, LeavesOutSteps)), None
+    )
     strategy = trainer.strategy
     if asked is None:
         return None
@@ -302,7 +347,10 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
         "loss scaling, which skips such steps by itself"
         if run.precision.scales
         else f"the engine {strategy.name}"
-        if strategy.owns_step or strategy.keeps_gradients or strategy.per_rank_state or strategy.names_on_all_ranks()
+        if strategy.owns_step
+        or strategy.keeps_gradients
+        or strategy.per_rank_state
+        or strategy.names_on_all_ranks()
         else "a loader that can be read only once"
         if run.windows.feed.once
         else "loaders that change between epochs"
@@ -331,12 +379,19 @@ def _guard(trainer: Session, run: Fit, datamodule: Any) -> Guard | None:
     )
 
 
-def _check_monitors(trainer: Session, validation: Evaluation | None, schedulers: Sequence[LRSchedulerConfig]) -> None:
+def _check_monitors(
+    trainer: Session, validation: Evaluation | None, schedulers: Sequence[LRSchedulerConfig]
+) -> None:
     """Print a line for a scheduler that waits for a validation; a training step may log a value of any name."""
     if validation is not None or trainer.reload_dataloaders_every_n_epochs:
         return
     for config in schedulers:
-        if config.reduce_on_plateau and config.strict and config.monitor and names_validation(config.monitor):
+        if (
+            config.reduce_on_plateau
+            and config.strict
+            and config.monitor
+            and names_validation(config.monitor)
+        ):
             trainer.say(
                 f"{type(config.scheduler).__name__} monitors {config.monitor!r}, and this fit has no validation: define"
                 " validation_step, and pass a validation loader, or log it in training"
@@ -349,7 +404,9 @@ def _run_metadata(trainer: Session) -> dict[str, Any]:
         "configuration": {
             "trainer": trainer.arguments,
             "module": type(trainer.module).__qualname__,
-            "datamodule": None if trainer.datamodule is None else type(trainer.datamodule).__qualname__,
+            "datamodule": None
+            if trainer.datamodule is None
+            else type(trainer.datamodule).__qualname__,
             "callbacks": [callback.state_key for callback in trainer.callbacks],
             "strategy": trainer.strategy.describe(),
             "precision": trainer.precision,
@@ -389,7 +446,9 @@ def _windows(
     return windows
 
 
-def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any, passed: bool) -> None:
+def reload_loaders(
+    trainer: Session, run: Fit, datamodule: Any, val_loaders: Any, passed: bool
+) -> None:
     """Between two epochs, call the hooks that make the loaders again; training loaders that were passed stay.
 
     A hook that gives no validation loader, or none with a batch, ends validation until it gives one.
@@ -411,7 +470,9 @@ def reload_loaders(trainer: Session, run: Fit, datamodule: Any, val_loaders: Any
         now.feeds, now.limits, now.expected = made.feeds, made.limits, made.expected
     else:
         run.validation = made
-        run.schedule.mark_checked(run.progress)  # intervals without a loader are not due when there is one
+        run.schedule.mark_checked(
+            run.progress
+        )  # intervals without a loader are not due when there is one
     run.schedule.validates = made is not None
     trainer.num_val_batches = [] if made is None else made.counts
 
@@ -429,7 +490,9 @@ def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     trainer.num_training_batches = float("inf") if length.expected is None else length.expected
     trainer.train_batch_samples = feed.samples(0)
     run.schedule.length = length
-    run.schedule.validate_every = _schedule(settings, length, run.validation, strategy.world.size).validate_every
+    run.schedule.validate_every = _schedule(
+        settings, length, run.validation, strategy.world.size
+    ).validate_every
 
 
 def _report_length(trainer: Session, feed: Feed, length: EpochLength) -> None:
@@ -464,7 +527,9 @@ def _is_manual(trainer: Session, module: TrainModule) -> bool:
     return manual
 
 
-def _wrap(trainer: Session, module: TrainModule, manual: bool, feed: Feed) -> tuple[Optimizers, Callable[..., Any]]:
+def _wrap(
+    trainer: Session, module: TrainModule, manual: bool, feed: Feed
+) -> tuple[Optimizers, Callable[..., Any]]:
     """Wrap the module, configure its optimizers on the wrapped module, and bind its step."""
     strategy = trainer.strategy
     facts = {"accumulation": trainer.accumulation, "clip": trainer.settings.clip}
@@ -478,19 +543,27 @@ def _wrap(trainer: Session, module: TrainModule, manual: bool, feed: Feed) -> tu
     strategy.prepare_module(module, manual, trainer.precision_plugin)
     trainer.steps_were_read = False
     made = configure_optimizers(module, strategy)
-    if trainer.steps_were_read and made.schedulers and all(one.interval == "epoch" for one in made.schedulers):
+    if (
+        trainer.steps_were_read
+        and made.schedulers
+        and all(one.interval == "epoch" for one in made.schedulers)
+    ):
         trainer.say(
             "configure_optimizers read estimated_stepping_batches, but its schedulers advance once an epoch: return"
             ' {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "interval": "step"}} for a schedule in steps'
         )
     if not made.optimizers:
-        trainer.say("no optimizer: configure_optimizers returned None, so no parameters are updated")
+        trainer.say(
+            "no optimizer: configure_optimizers returned None, so no parameters are updated"
+        )
     method = module.training_step
     if not takes(method, 2):
         method = _first_argument(method)
     compiler = trainer.compiler
     if trainer.compile_options is not None:
-        compiler = None if trainer.compile_regional else partial(torch.compile, **trainer.compile_options)
+        compiler = (
+            None if trainer.compile_regional else partial(torch.compile, **trainer.compile_options)
+        )
     if compiler is not None:
         method = compiler(method)
         # `log` cannot be traced into a graph; `EntryPoint` removes this override.
@@ -525,13 +598,20 @@ def _first_argument(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _micro(
-    trainer: Session, module: TrainModule, bus: Bus, stepper: _Steps, step: Callable[..., Any], manual: bool
+    trainer: Session,
+    module: TrainModule,
+    bus: Bus,
+    stepper: _Steps,
+    step: Callable[..., Any],
+    manual: bool,
 ) -> MicroBatches:
     backward = trainer.strategy.bind_backward(
         module.backward if is_overridden("backward", module, TrainModule) else None
     )
     several, precision = stepper.several, trainer.precision_plugin
-    micro = MicroBatches(bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual)
+    micro = MicroBatches(
+        bus, trainer.metrics, trainer.progress, step, precision, backward, several, manual
+    )
     compiles = trainer.compile_options is not None or trainer.compiler is not None
     micro.zero, micro.drops = stepper.zero, stepper.droppable()
     if compiles:  # a compiled step may reuse the memory of its last loss
@@ -547,10 +627,14 @@ def _movement(
     """The function that moves a batch to the device, and the one that prefetches; each None if it has nothing to do."""
     strategy = trainer.strategy
     move, may_prefetch = mover(module, datamodule, strategy, trainer.precision_plugin)
-    return move, None if move is None or feed.draws or not may_prefetch else _prefetch(move, strategy.device)
+    return move, None if move is None or feed.draws or not may_prefetch else _prefetch(
+        move, strategy.device
+    )
 
 
-def _prefetch(move: Callable[[Any], Any], device: torch.device) -> Callable[[Iterable[Any]], Iterator[Any]]:
+def _prefetch(
+    move: Callable[[Any], Any], device: torch.device
+) -> Callable[[Iterable[Any]], Iterator[Any]]:
     """A wrapper for the items of a feed: it moves each batch to the device before its micro-batch begins."""
 
     def moved(item: tuple[int, float, Any]) -> tuple[int, float, Any]:
@@ -567,7 +651,9 @@ def _validation(
         return None
     if not is_overridden("validation_step", module, TrainModule):
         if val_loaders is not None:
-            trainer.say(f"no validation: {type(module).__name__} has no validation_step for val_dataloaders")
+            trainer.say(
+                f"no validation: {type(module).__name__} has no validation_step for val_dataloaders"
+            )
         return None
     loaders = find_loaders("validate", val_loaders, module, datamodule)
     if loaders is None:
@@ -581,7 +667,9 @@ def _check_tokens(settings: Settings, module: TrainModule) -> None:
     check_tokens("val_check_interval", settings.validate_every, module)
 
 
-def _schedule(settings: Settings, length: EpochLength, validation: Evaluation | None, world: int) -> Schedule:
+def _schedule(
+    settings: Settings, length: EpochLength, validation: Evaluation | None, world: int
+) -> Schedule:
     every, batches = settings.validate_every, length.expected
     interval: Duration | None = None
     if isinstance(every, Duration):
@@ -678,7 +766,10 @@ def choose_by_memory(
     if other is None or not memory or whole_copies_fit(needed, memory):
         return strategy, f"{strategy.name}: whole copies fit, {numbers}"
     other.device = strategy.device
-    return other, f"{other.name}: whole copies do not fit, {numbers} ({1 - _SHARE:.0%} of it for activations)"
+    return (
+        other,
+        f"{other.name}: whole copies do not fit, {numbers} ({1 - _SHARE:.0%} of it for activations)",
+    )
 
 
 def whole_copies_fit(needed: int, memory: int) -> bool:
@@ -701,5 +792,7 @@ def training_bytes(module: nn.Module, precision: str, trains: bool) -> int:
     known = [p for p in module.parameters() if not is_lazy(p)]
     copies = 1 + _MOMENTS if trains else 0
     width = _WIDTHS.get(precision, 0)
-    weights = sum(p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known)
+    weights = sum(
+        p.numel() * (width or p.element_size()) * (1 + copies * p.requires_grad) for p in known
+    )
     return weights + sum(b.numel() * b.element_size() for b in module.buffers() if not is_lazy(b))

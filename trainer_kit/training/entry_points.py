@@ -24,7 +24,12 @@ from trainer_kit.checkpoint.encoding import encode
 from trainer_kit.core.arguments import as_list
 from trainer_kit.core.collective_errors import on_rank_zero
 from trainer_kit.core.datamodule import DataModule
-from trainer_kit.core.devices import deterministic_products, device_memory, memory_peak, ran_out_of_memory
+from trainer_kit.core.devices import (
+    deterministic_products,
+    device_memory,
+    memory_peak,
+    ran_out_of_memory,
+)
 from trainer_kit.core.display import in_units
 from trainer_kit.core.environment import Environment, pick_device
 from trainer_kit.core.errors import (
@@ -47,7 +52,14 @@ from trainer_kit.launch import report_errors
 from trainer_kit.metrics.objects import count_once
 from trainer_kit.state.collect import collect, plain_hparams, restore
 from trainer_kit.state.optimizer_states import reset_flags, watch_groups
-from trainer_kit.state.resume import Search, compare_hparams, holds_weights, load_weights, read_rest, read_start
+from trainer_kit.state.resume import (
+    Search,
+    compare_hparams,
+    holds_weights,
+    load_weights,
+    read_rest,
+    read_start,
+)
 from trainer_kit.state.runs import (
     KeepsCheckpoints,
     call_optional,
@@ -96,19 +108,34 @@ class EntryPoint:
     """
 
     def __init__(
-        self, trainer: Session, stage: str, model: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
+        self,
+        trainer: Session,
+        stage: str,
+        model: Any,
+        loaders: Any,
+        datamodule: Any,
+        is_set_up: bool = False,
     ) -> None:
         if isinstance(loaders, DataModule):
             if datamodule is not None:
-                raise ConfigurationError("the datamodule is given twice", fix="pass it only as datamodule=")
+                raise ConfigurationError(
+                    "the datamodule is given twice", fix="pass it only as datamodule="
+                )
             loaders, datamodule = None, loaders
         check_datamodule(datamodule)
-        self.trainer, self.stage, self.loaders, self.datamodule = trainer, stage, loaders, datamodule
+        self.trainer, self.stage, self.loaders, self.datamodule = (
+            trainer,
+            stage,
+            loaders,
+            datamodule,
+        )
         self.is_set_up = is_set_up
         self.fitted = model is None
         self.module = trainer.module if model is None else uncompiled(model)
         if self.module is None:
-            raise ConfigurationError(f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)")
+            raise ConfigurationError(
+                f"{stage} needs a module", fix=f"pass it: trainer.{stage}(module, ...)"
+            )
         check_module(self.module, stage)
         is_compiled = model is not None and self.module is not model
         trainer.compiler = model.dynamo_ctx if is_compiled else None
@@ -121,7 +148,9 @@ class EntryPoint:
 
     def __enter__(self) -> EntryPoint:
         if running := self.trainer.state_verb:
-            raise ConfigurationError(f"{self.stage} inside {running}", fix="call it after the running one has returned")
+            raise ConfigurationError(
+                f"{self.stage} inside {running}", fix="call it after the running one has returned"
+            )
         try:
             self._set_up()
         except BaseException:
@@ -130,7 +159,10 @@ class EntryPoint:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
     ) -> None:
         if error is not None:
             note_mistakes(error, self.module)
@@ -152,7 +184,11 @@ class EntryPoint:
         self._switch_back = _switched(trainer.switches)
         rank_zero_only.rank = trainer.strategy.world.rank  # type: ignore[attr-defined]
         trainer.state_verb, trainer.module = stage, module
-        trainer.status, trainer.last_verb, trainer.restored_from = TrainerStatus.RUNNING, stage, None
+        trainer.status, trainer.last_verb, trainer.restored_from = (
+            TrainerStatus.RUNNING,
+            stage,
+            None,
+        )
         self._outer_module = RUNNING_MODULE.set(module)
         self._attach()
         trainer.metrics.suspend()  # a checkpoint of the last fit has its values, whatever follows
@@ -161,7 +197,9 @@ class EntryPoint:
         if stage == "fit":
             trainer.begin_fit()
         else:
-            trainer.metrics.forget(suspended=False)  # bar and monitors of a test must not show training values
+            trainer.metrics.forget(
+                suspended=False
+            )  # bar and monitors of a test must not show training values
         keeps_seed = trainer.run is not None and (stage != "fit" or trainer.continues)
         trainer.files.agree(trainer.strategy.world, stage == "fit", keeps_seed)
         trainer.datamodule = self.datamodule
@@ -171,7 +209,9 @@ class EntryPoint:
         self._add_callbacks()
         if stage == "fit":
             trainer.read_accumulation()
-            trainer.find_train_loaders = partial(find_loaders, "fit", self.loaders, module, self.datamodule)
+            trainer.find_train_loaders = partial(
+                find_loaders, "fit", self.loaders, module, self.datamodule
+            )
         if not self.is_set_up:
             prepare_data(trainer, module, self.datamodule, stage)
         build_module(trainer, module, stage)
@@ -201,13 +241,22 @@ class EntryPoint:
         calls: list[Callable[[], Any]] = []
         if datamodule is not None and is_overridden("teardown", datamodule, DataHooks):
             calls.append(partial(datamodule.teardown, stage))
-        calls += [partial(callback.teardown, trainer, module, stage) for callback in trainer.callbacks]
+        calls += [
+            partial(callback.teardown, trainer, module, stage) for callback in trainer.callbacks
+        ]
         if is_overridden("teardown", module, DataHooks):
             calls.append(partial(module.teardown, stage))
         if self.is_set_up:
             calls.clear()
         # `_leave` resets the Trainer's state, so it runs after the teardown hooks, which may read it.
-        ends = [self._close_loaders, self._leave, self._stop, self._finalize, self._not_terminable, self._switch_back]
+        ends = [
+            self._close_loaders,
+            self._leave,
+            self._stop,
+            self._finalize,
+            self._not_terminable,
+            self._switch_back,
+        ]
         self.unwinding.cleanup[:] = [*map(_ignoring_error, calls), *ends]
 
     def _leave(self, error: BaseException | None) -> None:
@@ -227,7 +276,11 @@ class EntryPoint:
             module.__dict__.pop("log", None)  # see `compose_fit`, under compile
         if error is not None:
             trainer.precision_plugin.abandon_step()
-        keeps = self.stage == "fit" and trainer.checkpoint_callback is not None and not trainer.settings.fast
+        keeps = (
+            self.stage == "fit"
+            and trainer.checkpoint_callback is not None
+            and not trainer.settings.fast
+        )
         answer = requeue_once(trainer.requests) if keeps and trainer.is_global_zero else ""
         if answer:  # no step was running
             trainer.say(answer)
@@ -262,7 +315,9 @@ class EntryPoint:
         _check_callbacks(callbacks, world)
         if ckpt_path is None:
             on_rank_zero(world, lambda: check_records(files, callbacks))
-        removed = take_directories(files, callbacks, world, trainer.requests, trainer.progress, self.unwinding.cleanup)
+        removed = take_directories(
+            files, callbacks, world, trainer.requests, trainer.progress, self.unwinding.cleanup
+        )
         search = Search(files, callbacks, world, fits=True)
         path, weights_only, found = search.start(ckpt_path, weights_only, removed)
         if path is None and trainer.trained_before:
@@ -291,9 +346,13 @@ class EntryPoint:
         run.id = "" if files.record is None else files.record.id
         trainer.num_val_batches = [] if run.validation is None else run.validation.counts
         trainer.continues = False
-        run.schedule.mark_checked(run.progress)  # counts that a continued fit takes over are not due again
+        run.schedule.mark_checked(
+            run.progress
+        )  # counts that a continued fit takes over are not due again
         if state is not None and path is not None:
-            self._restore(run, read_rest(state, path, weights_only, trainer.strategy, module), found)
+            self._restore(
+                run, read_rest(state, path, weights_only, trainer.strategy, module), found
+            )
         if every:
             run.reload = self._reload(run, val_loaders, every)
         if run.checkpoints:
@@ -302,7 +361,9 @@ class EntryPoint:
         self.unwinding.failed.append(self._save_after)
         in_eval = trainable_in_eval(module)
         if in_eval:
-            trainer.say(f"trainable modules that are in evaluation mode, unchanged: {', '.join(in_eval[:5])}")
+            trainer.say(
+                f"trainable modules that are in evaluation mode, unchanged: {', '.join(in_eval[:5])}"
+            )
         self._introduce_to_loggers()
         # A resumed run keeps the random state of its checkpoint, whatever these hooks draw.
         with preserved_rng(trainer.strategy.device) if run.resumed else nullcontext():
@@ -321,10 +382,15 @@ class EntryPoint:
         try:
             loaders = trainer.load_train()
             if loaders is None:
-                raise DataError("fit needs training data", fix="pass train_dataloaders=, or define train_dataloader()")
+                raise DataError(
+                    "fit needs training data",
+                    fix="pass train_dataloaders=, or define train_dataloader()",
+                )
             if trainer.switches["sync_batchnorm"]:
                 self.module = _sync_batchnorm(self.module, trainer.strategy)
-            return compose_fit(trainer, self.module, self.datamodule, loaders, val_loaders, self.bus)
+            return compose_fit(
+                trainer, self.module, self.datamodule, loaders, val_loaders, self.bus
+            )
         finally:
             trainer.progress.epoch = epoch
 
@@ -361,10 +427,16 @@ class EntryPoint:
                 fix="load them first: fit(Module.load_from_checkpoint(path), ...)",
             )
         if tuning and trainer.settings.fast:
-            trainer.say(f"fast_dev_run: {' and '.join(type(callback).__name__ for callback in tuning)} not run")
+            trainer.say(
+                f"fast_dev_run: {' and '.join(type(callback).__name__ for callback in tuning)} not run"
+            )
             return
         for callback in tuning:
-            saved = None if state is None else (state.get("callbacks") or {}).get(callback.state_key, {})
+            saved = (
+                None
+                if state is None
+                else (state.get("callbacks") or {}).get(callback.state_key, {})
+            )
             if saved == {}:
                 trainer.say(f"{type(callback).__name__} does not search in a resumed run")
             callback.tune(trainer, self.module, self.loaders, self.datamodule, saved)
@@ -387,7 +459,9 @@ class EntryPoint:
             )
         old = files.continued
         if old is not None and old.status == "finished" and trainer.progress.step >= old.step:
-            run.requests.stop = old.stopped  # a granted stop request still holds; limits may have changed
+            run.requests.stop = (
+                old.stopped
+            )  # a granted stop request still holds; limits may have changed
 
     def _save_after(self, error: BaseException) -> None:
         """Save the checkpoints requested in ``on_exception``; with one process only, for other ranks may have died."""
@@ -423,10 +497,16 @@ class EntryPoint:
         path = search.find("best" if chosen else ckpt_path)
         trainer.restored_from = None if path is None else str(path)
         if path is not None:
-            why = f": {_best(callbacks[0])}; pass the module to use its own, or ckpt_path=" if chosen else ""
+            why = (
+                f": {_best(callbacks[0])}; pass the module to use its own, or ckpt_path="
+                if chosen
+                else ""
+            )
             trainer.say(f"{self.stage}: weights of {path}{why}")
         trainer.precision_plugin.convert_module(module)
-        sharded = trainer.strategy.sharded  # each rank then loads only its shards, so placement comes first
+        sharded = (
+            trainer.strategy.sharded
+        )  # each rank then loads only its shards, so placement comes first
         difference = None
         if path is not None and not sharded:
             difference = load_weights(module, path, self.bus, trainer.strategy)
@@ -438,7 +518,9 @@ class EntryPoint:
         loaders = find_loaders(self.stage, self.loaders, module, self.datamodule)
         name = {"validate": "val"}.get(self.stage, self.stage)
         if loaders is None:
-            raise DataError(f"{self.stage} needs data", fix=f"pass dataloaders=, or define {name}_dataloader()")
+            raise DataError(
+                f"{self.stage} needs data", fix=f"pass dataloaders=, or define {name}_dataloader()"
+            )
         run = compose_evaluation(trainer, self.stage, module, self.datamodule, loaders, self.bus)
         setattr(trainer, f"num_{name}_batches", run.counts)
         trainer.evaluation = run
@@ -450,7 +532,11 @@ class EntryPoint:
             return
         values: dict[str, Any] = {}
         for owner in (self.datamodule, self.module):
-            if trainer.enable_autolog_hparams and owner is not None and vars(owner).get("_log_hparams"):
+            if (
+                trainer.enable_autolog_hparams
+                and owner is not None
+                and vars(owner).get("_log_hparams")
+            ):
                 values.update(owner.hparams)
         deliveries = trainer.files.deliveries
         silent = deliveries.start("log_hyperparams", values) if values else []
@@ -458,7 +544,9 @@ class EntryPoint:
             if logger in silent:
                 continue
             try:
-                call_optional(logger, "log_graph", self.module)  # in this thread: it runs the module
+                call_optional(
+                    logger, "log_graph", self.module
+                )  # in this thread: it runs the module
             except TrainerKitError:
                 raise
             except Exception as error:
@@ -473,8 +561,12 @@ class EntryPoint:
             return
         limits, expected = run.validation.limits, run.validation.expected
         if steps > 0:
-            run.validation.limits = [steps if limit is None else min(limit, steps) for limit in limits]
-            run.validation.expected = [steps if batches is None else min(batches, steps) for batches in expected]
+            run.validation.limits = [
+                steps if limit is None else min(limit, steps) for limit in limits
+            ]
+            run.validation.expected = [
+                steps if batches is None else min(batches, steps) for batches in expected
+            ]
         trainer.num_sanity_val_batches = run.validation.counts
         requests = run.requests
         before = requests.stop, requests.validation, list(requests.checkpoints)
@@ -508,7 +600,9 @@ def _check_callbacks(callbacks: list[KeepsCheckpoints], world: Group) -> None:
     if any(names != everyone[0] for names in everyone):
         raise RankError(
             "the ranks have different checkpoint callbacks",
-            found="; ".join(f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone)),
+            found="; ".join(
+                f"rank {rank}: {', '.join(names) or 'none'}" for rank, names in enumerate(everyone)
+            ),
             fix="pass the same callbacks on every rank: only rank 0 writes",
         )
 
@@ -552,7 +646,9 @@ def _switched(switches: dict[str, Any]) -> Callable[[BaseException | None], None
 def _sync_batchnorm(module: nn.Module, strategy: Strategy) -> Any:
     if strategy.device.type == "cpu":
         raise ConfigurationError(
-            "torch's SyncBatchNorm does not run on the CPU", found="sync_batchnorm=True", fix="leave it out on the CPU"
+            "torch's SyncBatchNorm does not run on the CPU",
+            found="sync_batchnorm=True",
+            fix="leave it out on the CPU",
         )
     return nn.SyncBatchNorm.convert_sync_batchnorm(module)  # type: ignore[no-untyped-call]
 
@@ -572,9 +668,15 @@ def _dry_run(trainer: Session, run: Fit) -> None:
         else:  # rank 0 writes; an engine that gathers its state has it only there
             on_rank_zero(run.strategy.world, lambda: bool(encode(state, {}, copy=False)))
 
-    owners = [owner for owner in (*trainer.callbacks, trainer.datamodule, trainer.module) if owner is not None]
+    owners = [
+        owner
+        for owner in (*trainer.callbacks, trainer.datamodule, trainer.module)
+        if owner is not None
+    ]
     trainer.unsaveable.check(state, owners, encode_state)
-    run.windows.feed.loader_state.check_first(lambda first: encode({"loaders": first}, {}, copy=False))
+    run.windows.feed.loader_state.check_first(
+        lambda first: encode({"loaders": first}, {}, copy=False)
+    )
     refused = plain_hparams(trainer.module.hparams)[1]
     if refused:
         trainer.say(
@@ -596,7 +698,9 @@ def on_processes(trainer: Session, call: Callable[[int], Any]) -> Any:
     if trainer.start == "agent":
         from trainer_kit.launch import run_agent
 
-        run_agent(trainer.processes, extra_env=trainer.files.hand_over(), max_restarts=_max_restarts())
+        run_agent(
+            trainer.processes, extra_env=trainer.files.hand_over(), max_restarts=_max_restarts()
+        )
     from trainer_kit.launch import run_forked
 
     def on_rank(rank: int) -> Any:
@@ -624,11 +728,18 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
             "weights": move_to_device(dict(module.state_dict()), "cpu"),  # sync point: at the end
             "progress": trainer.progress.state_dict(),
             "restored_from": trainer.restored_from,
-            "metrics": (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
+            "metrics": (
+                trainer.metrics.callback,
+                trainer.metrics.logged,
+                trainer.metrics.progress_bar,
+            ),
             "callbacks": [dict(callback.state_dict()) for callback in trainer.callbacks],
         }
 
-    trainer.status, trainer.last_verb = TrainerStatus.INTERRUPTED, stage  # unless the next line returns
+    trainer.status, trainer.last_verb = (
+        TrainerStatus.INTERRUPTED,
+        stage,
+    )  # unless the next line returns
     made = on_processes(trainer, on_rank)
     trainer.status, trainer.restored_from = TrainerStatus.FINISHED, made["restored_from"]
     if stage == "fit":
@@ -640,7 +751,9 @@ def run_on_processes(trainer: Session, stage: str, model: Any, *arguments: Any) 
     trainer.progress.load_state_dict(made["progress"])
     trainer.metrics.forget()  # the same as in `EntryPoint`
     for here, there in zip(
-        (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar), made["metrics"], strict=True
+        (trainer.metrics.callback, trainer.metrics.logged, trainer.metrics.progress_bar),
+        made["metrics"],
+        strict=True,
     ):
         here.update(there)
     for callback, state in zip(trainer.callbacks, made["callbacks"], strict=True):
@@ -653,7 +766,9 @@ def _max_restarts() -> int:
     """How often an agent that was not started by the command line restarts a run after a rank failed."""
     value = os.environ.get(_MAX_RESTARTS, "0")
     if not value.isdigit():
-        raise LaunchError(f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}")
+        raise LaunchError(
+            f"{_MAX_RESTARTS} is not a whole number", found=f"{_MAX_RESTARTS}={value}"
+        )
     return int(value)
 
 

@@ -78,7 +78,9 @@ def _loop_lines(bus: Bus, facts: dict[str, str], validates: bool) -> list[str]:
         if name in Bus.__annotations__:
             listeners = bus.listeners(name)
             if listeners:
-                lines.append(f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(listeners)}")
+                lines.append(
+                    f"{line.replace('_late', ' (values reduced)'):<34} {', '.join(listeners)}"
+                )
         elif name in facts:
             lines.append(f"{line:<34} {facts[name]}")
     return lines
@@ -100,7 +102,9 @@ def explain(trainer: Session, module: Any, loaders: Any, datamodule: Any) -> Tex
         found = find_loaders("fit", loaders, module, datamodule)
         if found is not None:
             ranks: Any = _Ranks(size)
-            feed, length = training_feed(found, trainer.settings, ranks, trainer.data_seed, _window(trainer))
+            feed, length = training_feed(
+                found, trainer.settings, ranks, trainer.data_seed, _window(trainer)
+            )
             lines += _data_lines(trainer, feed, length.expected, size)
         bus = Bus(trainer, module, trainer.callbacks, datamodule, trainer.metrics)
         lines += [*_cost_lines(trainer, strategy, module, size), "", *_loop(trainer, module, bus)]
@@ -144,9 +148,15 @@ def explain_running(trainer: Session, module: TrainModule) -> Text:
     lines = _header(trainer, trainer.strategy, size)
     run = trainer.run
     if run is not None:
-        limit = None if trainer.num_training_batches == math.inf else int(trainer.num_training_batches)
+        limit = (
+            None if trainer.num_training_batches == math.inf else int(trainer.num_training_batches)
+        )
         lines += _data_lines(trainer, run.windows.feed, limit, size)
-        lines += [*_cost_lines(trainer, trainer.strategy, module, size), "", *_loop(trainer, module, run.bus)]
+        lines += [
+            *_cost_lines(trainer, trainer.strategy, module, size),
+            "",
+            *_loop(trainer, module, run.bus),
+        ]
     return Text("\n".join(lines))
 
 
@@ -163,7 +173,10 @@ def _header(trainer: Session, strategy: Strategy, size: int) -> list[str]:
 
 
 def _loop(trainer: Session, module: TrainModule, bus: Bus) -> list[str]:
-    validates = is_overridden("validation_step", module, TrainModule) and trainer.settings.limits["val"] != 0
+    validates = (
+        is_overridden("validation_step", module, TrainModule)
+        and trainer.settings.limits["val"] != 0
+    )
     return _loop_lines(bus, _facts(trainer, module), validates)
 
 
@@ -183,7 +196,11 @@ def prepare(trainer: Session, module: TrainModule, datamodule: Any) -> None:
 
 def _limits(trainer: Session) -> str:
     settings = trainer.settings
-    timers = [callback.time_remaining() for callback in trainer.callbacks if isinstance(callback, LimitsTime)]
+    timers = [
+        callback.time_remaining()
+        for callback in trainer.callbacks
+        if isinstance(callback, LimitsTime)
+    ]
     parts = []
     if settings.max_epochs is not None:
         parts.append(f"{settings.max_epochs} epochs")
@@ -207,8 +224,16 @@ class _Ranks:
 def _data_lines(trainer: Session, feed: Feed, limit: int | None, size: int) -> list[str]:
     window = _window(trainer)
     per_rank = feed.per_rank_batch_size
-    known = "unknown" if per_rank is None else f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
-    steps = "unknown" if limit is None else f"{-(-limit // window)} ({limit} batches in windows of {window})"
+    known = (
+        "unknown"
+        if per_rank is None
+        else f"{per_rank} a rank, {per_rank * size * window} an optimizer step"
+    )
+    steps = (
+        "unknown"
+        if limit is None
+        else f"{-(-limit // window)} ({limit} batches in windows of {window})"
+    )
     return [f"data         {feed.describe()}", f"batch        {known}", f"steps/epoch  {steps}"]
 
 
@@ -234,7 +259,9 @@ def _cost_lines(trainer: Session, strategy: Strategy, module: TrainModule, size:
             optimizers = configure_optimizers(module).optimizers
         except Exception as error:  # it may need a running fit, for example for the number of steps
             optimizers, problem = None, str(error).partition("\n")[0]
-            note = [f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"]
+            note = [
+                f"             (configure_optimizers needs a running fit: {type(error).__name__}: {problem})"
+            ]
     return [*cost_lines(costs, optimizers), *note]
 
 
@@ -245,7 +272,9 @@ def _facts(trainer: Session, module: TrainModule) -> dict[str, str]:
         "training_step": f"{name}.training_step under {trainer.precision_plugin.name}",
         "backward": "manual" if not module.automatic_optimization else f"{name}.backward",
         "clip gradients": "none" if clip is None else f"by {clip[1]} to {clip[0]}",
-        "optimizer_step": "manual" if not module.automatic_optimization else "each optimizer of configure_optimizers",
+        "optimizer_step": "manual"
+        if not module.automatic_optimization
+        else "each optimizer of configure_optimizers",
         "lr_scheduler_step": "schedulers with interval='step'",
         "validation_step": f"{name}.validation_step",
     }
@@ -257,7 +286,11 @@ def show_results(trainer: Session, stage: str, results: list[dict[str, float]]) 
     if not values:
         return
     width = max(map(len, values))
-    trainer.print("\n".join([f"{stage}:", *(f"  {name:<{width}}  {value:.6g}" for name, value in values.items())]))
+    trainer.print(
+        "\n".join(
+            [f"{stage}:", *(f"  {name:<{width}}  {value:.6g}" for name, value in values.items())]
+        )
+    )
 
 
 _SHOWN: Final = 8
@@ -285,7 +318,9 @@ _STYLE: Final = (
 )
 
 
-def mesh_picture(title: str, places: Mapping[str, int], ranks: int, facts: Sequence[str] = ()) -> Svg:
+def mesh_picture(
+    title: str, places: Mapping[str, int], ranks: int, facts: Sequence[str] = ()
+) -> Svg:
     """Draw each rank at its place: the innermost axis from left to right, the next one downwards, others as frames.
 
     Ranks of one colour have the same samples. Of an axis with more than eight places the first eight are drawn.
@@ -301,15 +336,25 @@ def mesh_picture(title: str, places: Mapping[str, int], ranks: int, facts: Seque
         >>> picture.count("rank "), picture.startswith("<svg")
         (8, True)
     """
-    axes = [(name, size) for name, size in (places or {"ranks": ranks}).items() if size > 1] or [("ranks", 1)]
+    axes = [(name, size) for name, size in (places or {"ranks": ranks}).items() if size > 1] or [
+        ("ranks", 1)
+    ]
     width, height, drawn = _block(axes, {}, axes)
-    roles = [f"{name} = {size}: {_ROLES.get(name, 'another rank at each place')}" for name, size in axes if size > 1]
+    roles = [
+        f"{name} = {size}: {_ROLES.get(name, 'another rank at each place')}"
+        for name, size in axes
+        if size > 1
+    ]
     if any(size > _SHOWN for _, size in axes):
         roles.append(f"the first {_SHOWN} places of an axis are drawn")
     roles += ["equal colours: the same samples"] if ranks > 1 else []
     width = max(width, 420.0, len(title) * _LETTER * 1.08)
     letters = int(width / _LETTER)
-    below = [part for line in [*roles, *facts] for part in textwrap.wrap(line, letters, subsequent_indent="   ")]
+    below = [
+        part
+        for line in [*roles, *facts]
+        for part in textwrap.wrap(line, letters, subsequent_indent="   ")
+    ]
     whole = width + 2 * _PAD, height + 4 * _PAD + _LINE * (len(below) + 1)
     text = "".join(
         f'<text class="s" x="{_PAD}" y="{3 * _PAD + _LINE + height + _LINE * (n + 0.6):g}" xml:space="preserve">'
@@ -351,9 +396,8 @@ def _grid(
     left = len(f"{down} {rows}") * _LETTER + _GAP if down else 0.0
     drawn = ""
     for column in range(columns if across != "ranks" else 0):
-        drawn += (
-            f'<text class="s" x="{left + column * (_CELL + _GAP) + _GAP:g}" y="11">{escape(across)} {column}</text>\n'
-        )
+        x = left + column * (_CELL + _GAP) + _GAP
+        drawn += f'<text class="s" x="{x:g}" y="11">{escape(across)} {column}</text>\n'
     for row in range(rows):
         y = _LINE + row * (_ROW + _GAP)
         drawn += f'<text class="s" x="0" y="{y + 27}">{escape(down)} {row}</text>\n' if down else ""
@@ -368,7 +412,9 @@ def _cell(place: Mapping[str, int], every: Sequence[tuple[str, int]]) -> str:
     sizes = [size for _, size in every]
     rank = sum(place[name] * prod(sizes[i + 1 :]) for i, (name, _) in enumerate(every))
     data = [(name, size) for name, size in every if name in _DATA]
-    part = sum(place[name] * prod(size for _, size in data[i + 1 :]) for i, (name, _) in enumerate(data))
+    part = sum(
+        place[name] * prod(size for _, size in data[i + 1 :]) for i, (name, _) in enumerate(data)
+    )
     parts = prod(size for _, size in data)
     samples = f"samples {part + 1} of {parts}" if parts > 1 else "all samples"
     return (

@@ -42,13 +42,17 @@ def fit(run: Fit) -> None:
     while goes_on:
         try:
             _begin_epoch(run)
-            with _repeated(run) if progress.epoch_batch else nullcontext():  # a resumed run is inside its epoch
+            with (
+                _repeated(run) if progress.epoch_batch else nullcontext()
+            ):  # a resumed run is inside its epoch
                 for hook in bus.on_train_epoch_start:
                     hook()
             completed = not settle_resume(run)
             try:
                 for _ in run.windows.epoch(progress) if completed else ():  # k micro-batches
-                    if stepper.waiting:  # the last step was not the end of an epoch whose length is unknown
+                    if (
+                        stepper.waiting
+                    ):  # the last step was not the end of an epoch whose length is unknown
                         stepper.advance_waiting()
                     forward_backward(micro)  # begin, training_step, backward, end of each
                     stepper.step()  # gradients are complete: hooks, clip, optimizers, schedulers

@@ -103,7 +103,9 @@ def evaluation_feeds(
         )
         for loader in several
     ]
-    return feeds, [epoch_length(feed.length, feed.exact, limit, f"limit_{name}_batches") for feed in feeds]
+    return feeds, [
+        epoch_length(feed.length, feed.exact, limit, f"limit_{name}_batches") for feed in feeds
+    ]
 
 
 def agreed_length(length: EpochLength, group: Group) -> EpochLength:
@@ -151,7 +153,11 @@ def _unshuffled(loaders: Any) -> Any:
 
 
 def mover(
-    module: TrainModule, datamodule: Any, strategy: Strategy, precision: Precision, whole: bool = False
+    module: TrainModule,
+    datamodule: Any,
+    strategy: Strategy,
+    precision: Precision,
+    whole: bool = False,
 ) -> tuple[Callable[..., Any] | None, bool]:
     """The function that moves a batch to the device, or None if it has nothing to do; and whether it may prefetch.
 
@@ -160,7 +166,10 @@ def mover(
     owners = [owner for owner in (datamodule, module) if owner is not None]
 
     def hook(name: str) -> Callable[..., Any] | None:
-        return next((getattr(owner, name) for owner in owners if is_overridden(name, owner, DataHooks)), None)
+        return next(
+            (getattr(owner, name) for owner in owners if is_overridden(name, owner, DataHooks)),
+            None,
+        )
 
     before, transfer = hook("on_before_batch_transfer"), hook("transfer_batch_to_device")
     after, device = hook("on_after_batch_transfer"), strategy.device

@@ -16,7 +16,9 @@ __all__ = ["note_mistakes"]
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _TWICE: Final = "backward through the graph a second time"
-_ELSEWHERE: Final = "the Trainer moves the module and each batch to its device: leave out .cuda() and .to(...)"
+_ELSEWHERE: Final = (
+    "the Trainer moves the module and each batch to its device: leave out .cuda() and .to(...)"
+)
 _UNEVEN: Final = (
     "the samples of a batch have different lengths: pass DataLoader(collate_fn=...) a function that pads them, such as"
     " DataCollatorWithPadding(tokenizer) of Transformers, or one that calls torch.nn.utils.rnn.pad_sequence"
@@ -41,7 +43,10 @@ _MISTAKES: Final = (
     ("expected scalar type Long", _CLASSES),
     ("elements cannot be converted to Scalar", _ONE),
     ("created only for scalar outputs", _ONE),
-    ("TrainModule.log() missing 1 required", "self.log(name, value) takes one value, self.log_dict(values) a dict"),
+    (
+        "TrainModule.log() missing 1 required",
+        "self.log(name, value) takes one value, self.log_dict(values) a dict",
+    ),
 )
 """Words of an exception from a step or a loader, and the note for them."""
 _LONGEST: Final = 400  # characters of a description
@@ -64,8 +69,15 @@ def note_mistakes(error: BaseException, module: Any) -> None:
         if at is not None:
             add_note(error, _described(frames[at], frames[at + 1 :], module))
         text = str(error)
-        if "is not iterable" in text and frames and isinstance(frames[-1].f_locals.get("self"), Optimizer):
-            add_note(error, "an optimizer takes parameters, not their module: self.net.parameters(), with parentheses")
+        if (
+            "is not iterable" in text
+            and frames
+            and isinstance(frames[-1].f_locals.get("self"), Optimizer)
+        ):
+            add_note(
+                error,
+                "an optimizer takes parameters, not their module: self.net.parameters(), with parentheses",
+            )
         if _TWICE in text:
             add_note(error, _twice(module))
         for words, note in _MISTAKES:
@@ -82,7 +94,9 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
 
 def _is_step(frame: FrameType, module: Any) -> bool:
     names = frame.f_code.co_varnames
-    return frame.f_code.co_name in _STEPS and len(names) > 1 and frame.f_locals.get(names[0]) is module
+    return (
+        frame.f_code.co_name in _STEPS and len(names) > 1 and frame.f_locals.get(names[0]) is module
+    )
 
 
 def _described(step: FrameType, inner: list[FrameType], module: nn.Module) -> str:
@@ -93,7 +107,9 @@ def _described(step: FrameType, inner: list[FrameType], module: nn.Module) -> st
     if layers:
         layer = layers[-1]
         where += f", module {names[id(layer)]!r}: {type(layer).__name__}({printable(layer.extra_repr(), 200)})"
-    _, batch, *rest = step.f_code.co_varnames  # self, batch, batch_idx, and other locals of the step
+    _, batch, *rest = (
+        step.f_code.co_varnames
+    )  # self, batch, batch_idx, and other locals of the step
     index = step.f_locals.get(rest[0]) if step.f_code.co_argcount > 2 else None
     number = f" {index}" if isinstance(index, int) else ""
     if batch not in step.f_locals:  # deleted

@@ -26,7 +26,13 @@ from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.core.hooks import Callback
 from trainer_kit.core.location import Location, absolute
 from trainer_kit.core.progress import Duration, Progress
-from trainer_kit.core.protocols import CheckpointRequest, DrawsProgress, Logger, SetsAccumulation, StopsEarly
+from trainer_kit.core.protocols import (
+    CheckpointRequest,
+    DrawsProgress,
+    Logger,
+    SetsAccumulation,
+    StopsEarly,
+)
 from trainer_kit.core.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
 from trainer_kit.core.tensors import map_leaves, map_tensors
 from trainer_kit.loggers.layout import DummyLogger
@@ -46,7 +52,14 @@ from trainer_kit.step.run import Fit
 from trainer_kit.strategies.gathering import gather_with_gradients
 from trainer_kit.strategies.strategy import Strategy
 from trainer_kit.strategies.transforms.blocks import Policy
-from trainer_kit.training.attributes import Argument, Elsewhere, FitLoop, OptimizersOfFit, PredictLoop, missing
+from trainer_kit.training.attributes import (
+    Argument,
+    Elsewhere,
+    FitLoop,
+    OptimizersOfFit,
+    PredictLoop,
+    missing,
+)
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.settings import Settings
 
@@ -64,7 +77,12 @@ class TunesFit(Protocol):
     @property
     def state_key(self) -> str: ...
     def tune(
-        self, trainer: Session, module: Any, loaders: Any, datamodule: Any, saved: Mapping[str, Any] | None
+        self,
+        trainer: Session,
+        module: Any,
+        loaders: Any,
+        datamodule: Any,
+        saved: Mapping[str, Any] | None,
     ) -> None:
         """Search for values, on every rank; with ``saved``, its state in a checkpoint, restore those values instead."""
 
@@ -134,7 +152,12 @@ class Session:
         self.strategy, self.precision_plugin = strategy, precision
         self.start, self.processes = start, processes
         self.files = RunFiles(
-            loggers=loggers, root=root, seed=seed, resume=resume, records=not settings.fast, say=self.say
+            loggers=loggers,
+            root=root,
+            seed=seed,
+            resume=resume,
+            records=not settings.fast,
+            say=self.say,
         )
         self.progress, self.requests = Progress(), Requests()
         self.metrics = Metrics(self.progress)
@@ -152,7 +175,9 @@ class Session:
         self.note: Callable[..., Any] = nothing  # no report
         self._training_batches: int | float | None = None
         self.num_val_batches: list[int | float] = []
-        self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = self.num_val_batches
+        self.num_sanity_val_batches = self.num_test_batches = self.num_predict_batches = (
+            self.num_val_batches
+        )
         self.train_batch_samples: int | None = None
         self.trained_before = 0  # steps of the fit before the running one
         self.accumulation = 1
@@ -168,7 +193,9 @@ class Session:
         The copied strategy uses the same processes.
         """
         trial = object.__new__(type(self))
-        vars(trial).update(vars(self))  # `copy.copy` would call `__getstate__`, which resets the fit
+        vars(trial).update(
+            vars(self)
+        )  # `copy.copy` would call `__getstate__`, which resets the fit
         Session.__init__(
             trial,
             settings=settings,
@@ -247,7 +274,9 @@ class Session:
             stage = RunningStage.VALIDATING if self.evaluating else RunningStage.TRAINING
         elif self.state_verb:
             stage = RunningStage(self.state_verb)
-        return TrainerState(self.status, TrainerFn(self.last_verb) if self.last_verb else None, stage)
+        return TrainerState(
+            self.status, TrainerFn(self.last_verb) if self.last_verb else None, stage
+        )
 
     @property
     def interrupted(self) -> bool:
@@ -276,14 +305,19 @@ class Session:
             name: the limit.
             value: at least -1; -1 and None mean no limit.
         """
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < -1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < -1
+        ):
             raise ConfigurationError(
                 f"{name} must be a whole number of at least -1",
                 found=f"fit_loop.{name} = {value!r}",
                 fix="pass -1 for no limit",
             )
         number = None if value == -1 else value
-        changes: dict[str, Any] = {name: number, **({"endless": value == -1} if name == "max_epochs" else {})}
+        changes: dict[str, Any] = {
+            name: number,
+            **({"endless": value == -1} if name == "max_epochs" else {}),
+        }
         self.settings = replace(self.settings, **changes)
         if self.state_verb == "fit" and self.run is not None:
             setattr(self.run.schedule, name, number)
@@ -345,7 +379,11 @@ class Session:
     @property
     def max_epochs(self) -> int | None:
         """The limit in epochs; -1 if it was given as -1, None if another limit ends the run."""
-        return -1 if self.settings.max_epochs is None and self.settings.endless else self.settings.max_epochs
+        return (
+            -1
+            if self.settings.max_epochs is None and self.settings.endless
+            else self.settings.max_epochs
+        )
 
     @property
     def max_steps(self) -> int:
@@ -416,7 +454,9 @@ class Session:
     def estimated_stepping_batches(self) -> int | float:
         """The number of optimizer steps of the whole fit; infinite if no limit is known."""
         self.steps_were_read = True
-        return self.settings.steps(self.num_training_batches, self.accumulation, self.accumulation_callback)
+        return self.settings.steps(
+            self.num_training_batches, self.accumulation, self.accumulation_callback
+        )
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -460,7 +500,9 @@ class Session:
         else:
             self.requests.stop = None
 
-    def set_accumulation(self, batches: int, measure: Callable[[float, float], None] | None = None) -> None:
+    def set_accumulation(
+        self, batches: int, measure: Callable[[float, float], None] | None = None
+    ) -> None:
         """Accumulate this many micro-batches per optimizer step, from the next window on.
 
         Args:
@@ -501,7 +543,9 @@ class Session:
             loaders = self.load_train()
             if loaders is None:
                 return 0
-            feed = training_feed(loaders, self.settings, self.strategy.data, self.data_seed, self.accumulation)
+            feed = training_feed(
+                loaders, self.settings, self.strategy.data, self.data_seed, self.accumulation
+            )
             expected = feed[1].expected
             self._training_batches = math.inf if expected is None else expected
         return self._training_batches
@@ -524,7 +568,9 @@ class Session:
     def set_callbacks(self, callbacks: Sequence[Any]) -> None:
         """Replace the callbacks, and sort them into their order."""
         if self.state_verb:
-            raise ConfigurationError("callbacks cannot change while an entry point runs", found=self.state_verb)
+            raise ConfigurationError(
+                "callbacks cannot change while an entry point runs", found=self.state_verb
+            )
         self._own_callbacks = self._callbacks = sorted_callbacks(callbacks)
         self.read_accumulation()
 
@@ -541,7 +587,10 @@ class Session:
     @property
     def accumulation_callback(self) -> SetsAccumulation | None:
         """The first callback that decides how many micro-batches a window has, or None."""
-        return next((callback for callback in self._callbacks if isinstance(callback, SetsAccumulation)), None)
+        return next(
+            (callback for callback in self._callbacks if isinstance(callback, SetsAccumulation)),
+            None,
+        )
 
     @property
     def early_stopping_callback(self) -> StopsEarly | None:
@@ -556,25 +605,34 @@ class Session:
     @property
     def progress_bar_callback(self) -> DrawsProgress | None:
         """The progress bar, or None."""
-        return next((callback for callback in self._callbacks if isinstance(callback, DrawsProgress)), None)
+        return next(
+            (callback for callback in self._callbacks if isinstance(callback, DrawsProgress)), None
+        )
 
     @property
     def loggers(self) -> list[Any]:
         """All loggers; on ranks other than 0, a `DummyLogger` in place of each with ``writes_alone``."""
         if self.is_global_zero:
             return self.files.loggers
-        return [DummyLogger(one) if getattr(one, "writes_alone", False) else one for one in self.files.loggers]
+        return [
+            DummyLogger(one) if getattr(one, "writes_alone", False) else one
+            for one in self.files.loggers
+        ]
 
     @loggers.setter
     def loggers(self, loggers: Iterable[Logger] | Logger | None) -> None:
         if self.state_verb:
-            raise ConfigurationError("loggers cannot change while an entry point runs", found=self.state_verb)
+            raise ConfigurationError(
+                "loggers cannot change while an entry point runs", found=self.state_verb
+            )
         for one in (loggers := as_list(loggers, Logger)):
             if isinstance(one, type) or not isinstance(one, Logger):
                 raise ConfigurationError(
                     "this is not a logger", found=repr(one), fix="assign an object with log_metrics"
                 )
-        self.files.replace_loggers([] if self.settings.fast else loggers)  # fast_dev_run writes nothing
+        self.files.replace_loggers(
+            [] if self.settings.fast else loggers
+        )  # fast_dev_run writes nothing
 
     @property
     def logger(self) -> Any:
@@ -652,19 +710,25 @@ class Session:
         """
         if not metrics or not self.is_global_zero:
             return
-        values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
+        values = {
+            name: float(value) for name, value in metrics.items()
+        }  # sync point: only for tensors
         progress = self.progress
         if "step" not in values and step in (None, progress.step):
             values.setdefault("epoch", self._epoch_of_step)
         at = int(values.pop("step", progress.step if step is None else step))
-        counts = {name: count for name in ("samples", "tokens") if (count := getattr(progress, name))}
+        counts = {
+            name: count for name in ("samples", "tokens") if (count := getattr(progress, name))
+        }
         self._deliver(values, at, counts)
 
     def log_evaluation_batch(self, metrics: Mapping[str, Any], number: int) -> None:
         """Queue the values of an evaluation batch; its number is their axis, on which no count of training belongs."""
         if not metrics or not self.is_global_zero:
             return
-        values = {name: float(value) for name, value in metrics.items()}  # sync point: only for tensors
+        values = {
+            name: float(value) for name, value in metrics.items()
+        }  # sync point: only for tensors
         at = int(values.pop("step", number))
         self._deliver(values, at, {})
 
@@ -715,7 +779,8 @@ class Session:
         """
         if self.run is None:
             raise ConfigurationError(
-                "the Trainer has nothing to save yet", fix="call save_checkpoint during or after fit()"
+                "the Trainer has nothing to save yet",
+                fix="call save_checkpoint during or after fit()",
             )
         save_to(self.run, absolute(filepath), weights_only)
 
@@ -757,7 +822,9 @@ class Session:
         Raises:
             RankError: on every rank, where shapes, dtypes or structure differ.
         """
-        data = map_leaves(data, lambda value: torch.tensor(value, device=self.strategy.device), (int, float))
+        data = map_leaves(
+            data, lambda value: torch.tensor(value, device=self.strategy.device), (int, float)
+        )
         same_everywhere(self.strategy.data, "all_gather", data)
         group = self.strategy.data
         if group.size == 1:
@@ -850,20 +917,30 @@ class Session:
     if not TYPE_CHECKING:  # a checker knows all attributes
 
         def __getattr__(self, name: str) -> Any:
-            if name.startswith("__") or name in dir(type(self)):  # a property has raised an AttributeError
+            if name.startswith("__") or name in dir(
+                type(self)
+            ):  # a property has raised an AttributeError
                 return object.__getattribute__(self, name)
             raise missing(self, name, self.former_methods)
 
     validate_loop = Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"
     )
-    test_loop = Elsewhere("trainer.test returns the values; trainer.testing and callback_metrics are there in a hook")
-    profiler = Elsewhere("it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code")
+    test_loop = Elsewhere(
+        "trainer.test returns the values; trainer.testing and callback_metrics are there in a hook"
+    )
+    profiler = Elsewhere(
+        "it is one of trainer.callbacks; torch.profiler.record_function names a part of your own code"
+    )
     scaler = Elsewhere("trainer.precision_plugin.scaler")
-    lr_schedulers = Elsewhere("trainer.lr_scheduler_configs; config.scheduler is what config['scheduler'] was")
+    lr_schedulers = Elsewhere(
+        "trainer.lr_scheduler_configs; config.scheduler is what config['scheduler'] was"
+    )
     plugins = Elsewhere("trainer.precision_plugin is the precision")
     enable_validation = Elsewhere("trainer.num_val_batches is empty without validation")
-    add_argparse_args = Elsewhere("trainer_kit.cli(Module, DataModule) has an option for every argument")
+    add_argparse_args = Elsewhere(
+        "trainer_kit.cli(Module, DataModule) has an option for every argument"
+    )
     from_argparse_args = Elsewhere(
         "trainer_kit.cli(Module, DataModule) makes it; or Trainer(max_epochs=args.max_epochs)"
     )

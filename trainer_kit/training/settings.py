@@ -53,7 +53,9 @@ class Settings:
         """The limit of a training epoch: a number of batches, or a fraction."""
         return self.overfit or self.limits["train"]
 
-    def steps(self, batches: float, accumulation: int, counting: SetsAccumulation | None) -> int | float:
+    def steps(
+        self, batches: float, accumulation: int, counting: SetsAccumulation | None
+    ) -> int | float:
         """The number of optimizer steps of a whole fit; infinite if no limit is known.
 
         Args:
@@ -70,7 +72,9 @@ class Settings:
         if duration is not None and duration.unit == "st":
             limits.append(duration.value)
         elif duration is not None and duration.unit == "ba":
-            whole, rest = divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
+            whole, rest = (
+                divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
+            )
             limits.append(of(rest) + (int(whole) * of(batches) if whole else 0))
         if epochs is not None and (counting is None or batches in (0, math.inf)):
             limits.append(of(batches) * epochs if epochs else 0)
@@ -115,12 +119,19 @@ def make_settings(
         ("global_batch_size", switches["global_batch_size"], 1),
     ):
         _at_least(name, value, least)
-    chosen = {name: _fraction(f"limit_{name}_batches", 1.0 if v is None else v) for name, v in limits.items()}
-    epochs, duration = _length(max_epochs, max_duration, bounded=max_steps >= 0 or max_time is not None)
+    chosen = {
+        name: _fraction(f"limit_{name}_batches", 1.0 if v is None else v)
+        for name, v in limits.items()
+    }
+    epochs, duration = _length(
+        max_epochs, max_duration, bounded=max_steps >= 0 or max_time is not None
+    )
     if fast:
         epochs, max_steps, duration = 1, fast, None
         chosen = dict.fromkeys(chosen, fast)
-    every = _interval(1.0 if val_check_interval is None else val_check_interval, across_epochs=val_epochs is None)
+    every = _interval(
+        1.0 if val_check_interval is None else val_check_interval, across_epochs=val_epochs is None
+    )
     return Settings(
         max_epochs=epochs,
         max_steps=None if max_steps < 0 else max_steps,
@@ -140,7 +151,9 @@ def make_settings(
     )
 
 
-def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any, on_unsaveable: Any) -> None:
+def check_switches(
+    deterministic: Any, compile: Any, seed: Any, num_nodes: Any, on_unsaveable: Any
+) -> None:
     """Validate the arguments that the loop does not use itself."""
     if on_unsaveable not in ("raise", "drop"):
         raise ConfigurationError(
@@ -151,7 +164,9 @@ def check_switches(deterministic: Any, compile: Any, seed: Any, num_nodes: Any, 
     _at_least("seed", seed, 0)
     _at_least("num_nodes", num_nodes, 1)
     if deterministic not in (None, False, True, "warn"):
-        raise ConfigurationError("deterministic is True, False or 'warn'", found=repr(deterministic))
+        raise ConfigurationError(
+            "deterministic is True, False or 'warn'", found=repr(deterministic)
+        )
     if not isinstance(compile, (bool, Mapping)):
         raise ConfigurationError(
             "compile must be True, False or arguments of torch.compile",
@@ -192,7 +207,9 @@ def _in_unit(name: str, value: Any, unit: str) -> Any:
     length = Duration.parse(value)
     if length.unit != unit:
         raise ConfigurationError(
-            f"{name} must be in the unit {unit!r}", found=str(length), fix=f'write "{length.value}{unit}"'
+            f"{name} must be in the unit {unit!r}",
+            found=str(length),
+            fix=f'write "{length.value}{unit}"',
         )
     return int(length.value)
 
@@ -203,7 +220,9 @@ def _length(
     """The limit in epochs, and the one in another unit; 1000 epochs if neither limit is set."""
     duration = None if max_duration is None else Duration.parse(max_duration)
     if duration is not None and duration.unit == "dur":
-        raise ConfigurationError("max_duration is the whole run, not a fraction of it", found=str(duration))
+        raise ConfigurationError(
+            "max_duration is the whole run, not a fraction of it", found=str(duration)
+        )
     if duration is not None and duration.unit == "ep":
         epochs = int(duration.value)
         return epochs if max_epochs in (None, -1) else min(epochs, max_epochs), None
@@ -213,10 +232,14 @@ def _length(
 
 
 def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | None:
-    if value is not None and not (isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)):
+    if value is not None and not (
+        isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
+    ):
         raise ConfigurationError("gradient_clip_val is a number from 0", found=repr(value))
     if algorithm not in (None, "norm", "value"):
-        raise ConfigurationError("unknown gradient_clip_algorithm", found=repr(algorithm), fix="use norm or value")
+        raise ConfigurationError(
+            "unknown gradient_clip_algorithm", found=repr(algorithm), fix="use norm or value"
+        )
     return (value, algorithm or "norm") if value else None
 
 
@@ -225,7 +248,9 @@ def _at_least(name: str, value: Any, least: int) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         fix = _number_meant(name, value) if isinstance(value, str) else None
-        raise ConfigurationError(f"{name} must be a whole number from {least}", found=repr(value), fix=fix)
+        raise ConfigurationError(
+            f"{name} must be a whole number from {least}", found=repr(value), fix=fix
+        )
 
 
 def _number_meant(name: str, value: str) -> str | None:
@@ -266,7 +291,8 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not number or not value > 0 or (isinstance(value, float) and value > 1.0):
         raise ConfigurationError(
-            "val_check_interval is a number of batches or a fraction of the epoch", found=repr(value)
+            "val_check_interval is a number of batches or a fraction of the epoch",
+            found=repr(value),
         )
     if across_epochs and isinstance(value, float):
         raise ConfigurationError(
@@ -287,7 +313,11 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         >>> plain_arguments({"max_epochs": 3, "plugins": object(), "logger": "s3://me:pw@host"})
         {'max_epochs': 3, 'plugins': 'object', 'logger': 's3://me:***@host'}
     """
-    plain = {name: _plain(value) for name, value in arguments.items() if name not in ("self", "__class__")}
+    plain = {
+        name: _plain(value)
+        for name, value in arguments.items()
+        if name not in ("self", "__class__")
+    }
     masked: dict[str, Any] = mask_secrets(plain)
     return masked
 

@@ -42,7 +42,9 @@ def settle_step(run: Fit) -> bool:
         _unite(run)
     elif listens:
         _listen(run)
-    if run.guard is not None and (agrees or schedule.flushes(progress) or schedule.owes_validation(progress)):
+    if run.guard is not None and (
+        agrees or schedule.flushes(progress) or schedule.owes_validation(progress)
+    ):
         check_finite(run)  # before values of a step that may be skipped are published
     if schedule.flushes(progress):
         run.publish(run.metrics.flush_step(run.micro.batch is not None).logger, progress.step)
@@ -67,7 +69,9 @@ def settle_step(run: Fit) -> bool:
         save_requested(run)
     run.due = next_due(run)  # before the check for signals: the next signal sets it to 0
     if over and not schedule.length.certain:
-        run.due = progress.step + 1  # if the epoch goes on, what was put off until its end is settled there
+        run.due = (
+            progress.step + 1
+        )  # if the epoch goes on, what was put off until its end is settled there
     if run.saver.ended and run.strategy.world.size == 1:
         run.wake()  # it ended after the check above
     if run.guard is not None and run.finite == progress.step and not (over or leaves):
@@ -137,9 +141,13 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
     if completed and schedule.validates_at_epoch_end(progress) and run.validated != progress.step:
         validate(run)
     ran = run.micro.index >= 0
-    empty = completed and not ran and progress.epoch_batch == 0  # every later epoch would be empty too
+    empty = (
+        completed and not ran and progress.epoch_batch == 0
+    )  # every later epoch would be empty too
     run.metrics.suspend()
-    reduced = run.metrics.flush_epoch(ran)  # before the hooks, which read it; what they log is reduced below
+    reduced = run.metrics.flush_epoch(
+        ran
+    )  # before the hooks, which read it; what they log is reduced below
     for listeners in (bus.on_train_epoch_end, bus.on_train_epoch_end_late):
         for hook in listeners:
             hook()
@@ -148,7 +156,9 @@ def settle_epoch(run: Fit, completed: bool) -> bool:
         run.publish(reduced.logger, progress.step)
         reduced = Reduced()
     if ran and run.micro.loss is None and run.micro.skipped:
-        run.say("nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)")
+        run.say(
+            "nothing was trained: no training_step of this epoch returned a loss (is `return loss` missing?)"
+        )
     check_trained(run, over=False)
     run.stepper.advance_waiting()
     if completed:
@@ -222,7 +232,9 @@ def next_due(run: Fit) -> int:
     """The next step at which `settle_step` has something to do."""
     schedule, progress = run.schedule, run.progress
     due = min(schedule.due(progress, run.windows.length), max(run.listen_at, progress.step + 1))
-    if run.requests.stop is not None and progress.step < schedule.min_steps:  # the request waits until that step
+    if (
+        run.requests.stop is not None and progress.step < schedule.min_steps
+    ):  # the request waits until that step
         return min(due, schedule.min_steps)
     return due
 
@@ -285,8 +297,12 @@ def _unite(run: Fit) -> None:
             settle_save(run)
         return
     micro = run.micro
-    rows = world.agree([*requests.pending, micro.skipped, micro.padded, run.saver.ended, run.elapsed, _pace(run)])
-    stops, validations, signals, saves, skipped, padding, saved, elapsed, _ = map(list, zip(*rows, strict=True))
+    rows = world.agree(
+        [*requests.pending, micro.skipped, micro.padded, run.saver.ended, run.elapsed, _pace(run)]
+    )
+    stops, validations, signals, saves, skipped, padding, saved, elapsed, _ = map(
+        list, zip(*rows, strict=True)
+    )
     run.listen_at = run.progress.step + int(rows[0][-1])
     _count_time(run, max(elapsed))
     # A rank that ran a padding batch may count it as skipped.
@@ -335,13 +351,18 @@ def _stops(run: Fit) -> bool:
         run.deferred = True
         minimums = {"min_epochs": schedule.min_epochs, "min_steps": schedule.min_steps}
         minimum = " and ".join(f"{name}={value}" for name, value in minimums.items() if value)
-        run.say(f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}")
+        run.say(
+            f"stop requested at step {run.progress.step}: {reason}; training continues until {minimum}"
+        )
     return False
 
 
 def _leave_on_signal(run: Fit) -> None:
     """Save and end the run after a signal; with several ranks, once they have agreed on it."""
-    number, step = run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving, run.progress.step
+    number, step = (
+        run.requests.signal if run.strategy.world.size == 1 else run.requests.leaving,
+        run.progress.step,
+    )
     if not number:
         return
     name = signal.Signals(number).name
@@ -352,7 +373,9 @@ def _leave_on_signal(run: Fit) -> None:
         run.requests.ask_checkpoint(name, None)
         done = save_requested(run, last=True)
         seconds = time.monotonic() - began
-        saved = f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
+        saved = (
+            f"saved step {step} in {seconds:.1f} s" if done else f"step {step} could not be saved"
+        )
         if run.strategy.world.rank == 0:
             saved = ", ".join(filter(None, [saved, requeue_once(run.requests)]))
         run.strategy.world.barrier()  # every rank waits until SLURM has answered rank 0

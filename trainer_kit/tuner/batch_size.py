@@ -44,7 +44,9 @@ def set_batch_size(name: str, size: int, module: Any, loaders: Any, datamodule: 
         ConfigurationError: no object has that attribute.
     """
     for holder in _holders(name, module, loaders, datamodule):
-        if isinstance(holder, DataLoader):  # its __setattr__ refuses, for the sampler would not know
+        if isinstance(
+            holder, DataLoader
+        ):  # its __setattr__ refuses, for the sampler would not know
             vars(holder)["batch_size"] = holder.batch_sampler.batch_size = size  # type: ignore[union-attr]
         else:
             setattr(holder, name, size)
@@ -94,7 +96,9 @@ class _Attempt:
                 Strategy.forward_backward(run.strategy, run.micro)
 
         def both(micro: Any) -> None:
-            self._together(run, lambda: None)  # every rank must have its batches first: a forward may send buffers
+            self._together(
+                run, lambda: None
+            )  # every rank must have its batches first: a forward may send buffers
             self._together(run, forward_backward)
             run.strategy.exchange_gradients()
 
@@ -128,14 +132,22 @@ class SizeSearch:
         ConfigurationError: for values that cannot work.
     """
 
-    def __init__(self, mode: str, steps_per_trial: int, init_val: int, max_trials: int, name: str) -> None:
+    def __init__(
+        self, mode: str, steps_per_trial: int, init_val: int, max_trials: int, name: str
+    ) -> None:
         if mode not in ("power", "binsearch") or min(steps_per_trial, init_val, max_trials) < 1:
             raise ConfigurationError(
                 "an argument of the batch size search is wrong",
                 found=f"mode={mode!r}, steps_per_trial={steps_per_trial}, init_val={init_val}, max_trials={max_trials}",
                 fix='use mode="power" or "binsearch", and whole numbers from 1',
             )
-        self.mode, self.steps, self.first, self.trials, self.name = mode, steps_per_trial, init_val, max_trials, name
+        self.mode, self.steps, self.first, self.trials, self.name = (
+            mode,
+            steps_per_trial,
+            init_val,
+            max_trials,
+            name,
+        )
 
     def run(
         self, trainer: Session, module: Any, loaders: Any, datamodule: Any, is_set_up: bool = False
@@ -158,7 +170,9 @@ class SizeSearch:
         finally:
             set_batch_size(self.name, before, module, loaders, datamodule)
         if not good:
-            raise ConfigurationError("no batch size fits", found=why, fix="use a smaller model, or a smaller init_val")
+            raise ConfigurationError(
+                "no batch size fits", found=why, fix="use a smaller model, or a smaller init_val"
+            )
         return good, why
 
     def _problem(self, size: int, trainer: Session, *data: Any) -> str:
@@ -166,7 +180,16 @@ class SizeSearch:
         module, loaders, datamodule, is_set_up = data
         attempt, keeps = _Attempt(size, self.name), ("get_accumulate_grad_batches",)
         try:
-            run_trial(trainer, module, loaders, datamodule, self.steps, attempt.watch, keeps=keeps, is_set_up=is_set_up)
+            run_trial(
+                trainer,
+                module,
+                loaders,
+                datamodule,
+                self.steps,
+                attempt.watch,
+                keeps=keeps,
+                is_set_up=is_set_up,
+            )
         except _TooLarge as error:
             return str(error)
         except Exception as error:

@@ -41,7 +41,9 @@ class LearningRates:
         (0.001, ['halfway', 'minimum', 'steepest'])
     """
 
-    def __init__(self, rates: Sequence[float], losses: Sequence[float], mode: str = "exponential") -> None:
+    def __init__(
+        self, rates: Sequence[float], losses: Sequence[float], mode: str = "exponential"
+    ) -> None:
         self.mode, self.losses = mode, list(losses)
         self.results: dict[str, list[float]] = {"lr": list(rates), "loss": _smoothed(self.losses)}
 
@@ -61,7 +63,9 @@ class LearningRates:
         if len(losses) < 3:
             return {}
         lowest = int(losses.argmin())
-        descent = losses[: lowest + 1]  # a fall after the lowest point follows a loss that had grown too far
+        descent = losses[
+            : lowest + 1
+        ]  # a fall after the lowest point follows a loss that had grown too far
         if not lowest or not descent.max() > descent.min():
             return {}
         halfway = np.flatnonzero(descent >= (descent.max() + descent.min()) / 2)[-1]
@@ -71,7 +75,9 @@ class LearningRates:
             "halfway": float(rates[halfway]),
         }
 
-    def suggestion(self, skip_begin: int = 10, skip_end: int = 1, method: str = "steepest") -> float | None:
+    def suggestion(
+        self, skip_begin: int = 10, skip_end: int = 1, method: str = "steepest"
+    ) -> float | None:
         """One of `suggestions`; None if the loss never falls.
 
         Args:
@@ -82,7 +88,9 @@ class LearningRates:
         known = ("steepest", "minimum", "halfway")
         if method not in known:
             raise ConfigurationError(
-                "unknown method of suggestion", found=f"method={method!r}", fix=did_you_mean(method, known)
+                "unknown method of suggestion",
+                found=f"method={method!r}",
+                fix=did_you_mean(method, known),
             )
         return self.suggestions(skip_begin, skip_end).get(method)
 
@@ -121,7 +129,9 @@ class LearningRates:
         requirement = RequirementCache("matplotlib>=3.8")
         if not requirement:
             raise ConfigurationError(
-                "a plot needs matplotlib", found=str(requirement), fix="pip install 'trainer-kit[plot]'"
+                "a plot needs matplotlib",
+                found=str(requirement),
+                fix="pip install 'trainer-kit[plot]'",
             )
         from matplotlib import pyplot  # so that ``figure.show()`` works
 
@@ -160,7 +170,12 @@ class RangeTest:
     """
 
     def __init__(
-        self, min_lr: float, max_lr: float, num_training: int, mode: str, early_stop_threshold: float | None
+        self,
+        min_lr: float,
+        max_lr: float,
+        num_training: int,
+        mode: str,
+        early_stop_threshold: float | None,
     ) -> None:
         if mode not in ("exponential", "linear") or not 0 < min_lr < max_lr or num_training < 3:
             raise ConfigurationError(
@@ -180,7 +195,16 @@ class RangeTest:
         self._mean, self._lowest = 0.0, math.inf
         keeps = ("get_accumulate_grad_batches", "splits_batches")
         steps = len(self.rates)
-        run_trial(trainer, module, loaders, datamodule, steps, self._watch, keeps=keeps, is_set_up=is_set_up)
+        run_trial(
+            trainer,
+            module,
+            loaders,
+            datamodule,
+            steps,
+            self._watch,
+            keeps=keeps,
+            is_set_up=is_set_up,
+        )
         return LearningRates(self.rates[: len(self.losses)], self.losses, self.mode)
 
     def _watch(self, run: Fit) -> None:
@@ -191,7 +215,9 @@ class RangeTest:
                 found=f"configure_optimizers returned {len(optimizers)}",
                 fix="search with a module that returns one of them",
             )
-        if not run.micro.manual:  # a module that steps its schedulers needs them; the rate is set after that
+        if (
+            not run.micro.manual
+        ):  # a module that steps its schedulers needs them; the rate is set after that
             run.stepper.made.schedulers.clear()
         groups = optimizers[0].param_groups
         bases = [float(group.get("initial_lr", group["lr"])) for group in groups]
@@ -211,7 +237,10 @@ class RangeTest:
     def _read(self, run: Fit) -> None:
         """Take the mean loss of the step over its micro-batches and all ranks: every rank gets the same number."""
         micro, weighting = run.micro, run.windows.weighting
-        weights = {at: float(micro.weights[at - micro.first]) if weighting else 1.0 for _, _, at in micro.losses}
+        weights = {
+            at: float(micro.weights[at - micro.first]) if weighting else 1.0
+            for _, _, at in micro.losses
+        }
         total = sum(float(loss) * weights[at] for loss, _, at in micro.losses)
         micro.losses.clear()  # a loss that is not finite ends the test without an error
         rows = run.strategy.world.agree([total, sum(weights.values())])
@@ -324,7 +353,9 @@ def lr_find(
     test = RangeTest(min_lr, max_lr, num_training, mode, early_stop_threshold)
     if update_attr:
         attribute_of(model, attr_name)
-    found: LearningRates = on_processes(trainer, lambda rank: test.run(trainer, model, train_dataloaders, datamodule))
+    found: LearningRates = on_processes(
+        trainer, lambda rank: test.run(trainer, model, train_dataloaders, datamodule)
+    )
     if update_attr:
         set_learning_rate(trainer, model, found.needed(), attr_name)
     return found

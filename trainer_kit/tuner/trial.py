@@ -39,7 +39,12 @@ def check_call(method: str, dataloaders: Any) -> None:
 
 def holders(name: str, *owners: Any) -> list[Any]:
     """The ``owners``, and their hyperparameters, that have the attribute ``name``."""
-    found = [part for owner in owners if owner is not None for part in (owner, getattr(owner, "hparams", None))]
+    found = [
+        part
+        for owner in owners
+        if owner is not None
+        for part in (owner, getattr(owner, "hparams", None))
+    ]
     return [part for part in found if part is not None and hasattr(part, name)]
 
 
@@ -107,11 +112,22 @@ def run_trial(
     with preserved_rng(trainer.strategy.device):
         try:
             trained = _copied(module, "module")
-            callbacks = [*trainer.callbacks, *([] if is_set_up else as_list(trained.configure_callbacks(), Callback))]
+            callbacks = [
+                *trainer.callbacks,
+                *([] if is_set_up else as_list(trained.configure_callbacks(), Callback)),
+            ]
             vars(trained)["configure_callbacks"] = list  # those of the module take no part either
             trial = trainer.for_trial(settings)
-            trial.set_callbacks([copy.deepcopy(one) for one in callbacks if any(hasattr(one, name) for name in keeps)])
-            with EntryPoint(trial, "fit", trained, loaders, copy.copy(datamodule), is_set_up) as entry:
+            trial.set_callbacks(
+                [
+                    copy.deepcopy(one)
+                    for one in callbacks
+                    if any(hasattr(one, name) for name in keeps)
+                ]
+            )
+            with EntryPoint(
+                trial, "fit", trained, loaders, copy.copy(datamodule), is_set_up
+            ) as entry:
                 trial.train_dataloader = _without_trace(trial.load_train(), generators)
                 states = generator_states(generators)
                 run = entry.compose_fit(None, None, False)

@@ -64,8 +64,12 @@ for update in range(updates):
 
 whole = next(iter(DataLoader(dataset, batch_size=len(dataset), collate_fn=collate)))
 clone_optimizer = torch.optim.SGD(clone.parameters(), lr=0.08)
-torch.nn.CrossEntropyLoss()(clone(whole["input_ids"]).view(-1, 2), whole["labels"].view(-1).long()).backward()
+torch.nn.CrossEntropyLoss()(
+    clone(whole["input_ids"]).view(-1, 2), whole["labels"].view(-1).long()
+).backward()
 clone_optimizer.step()
 found = accelerator.unwrap_model(model).weight.flatten().tolist()
-accelerator.print(json.dumps({"with": found, "without": clone.weight.flatten().tolist(), "tokens": tokens}))
+accelerator.print(
+    json.dumps({"with": found, "without": clone.weight.flatten().tolist(), "tokens": tokens})
+)
 accelerator.end_training()

@@ -9,7 +9,9 @@ from trainer_kit import Accelerator, find_executable_batch_size, set_seed
 
 accelerator = Accelerator(cpu=True)
 observed_batch_size = 16 // accelerator.num_processes
-data = TensorDataset(torch.randn(64, 3, generator=torch.Generator().manual_seed(1)), torch.ones(64, 1))
+data = TensorDataset(
+    torch.randn(64, 3, generator=torch.Generator().manual_seed(1)), torch.ones(64, 1)
+)
 tried = []
 
 
@@ -35,5 +37,9 @@ def inner_training_loop(batch_size):
 
 
 weights = inner_training_loop()
-accelerator.print(json.dumps({"weights": weights, "tried": tried, "steps": accelerator.gradient_accumulation_steps}))
+accelerator.print(
+    json.dumps(
+        {"weights": weights, "tried": tried, "steps": accelerator.gradient_accumulation_steps}
+    )
+)
 accelerator.end_training()

@@ -12,14 +12,18 @@ resume = sys.argv[1] == "resume"
 set_seed(42)
 accelerator = Accelerator(
     cpu=True,
-    project_config=ProjectConfiguration(project_dir="project", automatic_checkpoint_naming=True, total_limit=2),
+    project_config=ProjectConfiguration(
+        project_dir="project", automatic_checkpoint_naming=True, total_limit=2
+    ),
 )
 data = TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
 train_dataloader = DataLoader(data, batch_size=8 // accelerator.num_processes)
 my_model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
 my_optimizer = torch.optim.AdamW(my_model.parameters(), lr=0.01)
 my_scheduler = torch.optim.lr_scheduler.StepLR(my_optimizer, step_size=1, gamma=0.9)
-my_model, my_optimizer, train_dataloader = accelerator.prepare(my_model, my_optimizer, train_dataloader)
+my_model, my_optimizer, train_dataloader = accelerator.prepare(
+    my_model, my_optimizer, train_dataloader
+)
 accelerator.register_for_checkpointing(my_scheduler)
 first_epoch, skip = 0, 0
 if resume:

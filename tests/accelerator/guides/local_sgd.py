@@ -14,7 +14,9 @@ dataloader = DataLoader(data, batch_size=4)
 model = torch.nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-model, optimizer, dataloader, scheduler = accelerator.prepare(model, optimizer, dataloader, scheduler)
+model, optimizer, dataloader, scheduler = accelerator.prepare(
+    model, optimizer, dataloader, scheduler
+)
 with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local_sgd:
     for inputs, targets in dataloader:
         with accelerator.accumulate(model):
@@ -26,5 +28,7 @@ with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=T
             local_sgd.step()
 mine = accelerator.unwrap_model(model).weight.detach()
 everyone = accelerator.gather(mine)
-accelerator.print(json.dumps({"weights": mine.flatten().tolist(), "spread": (everyone - mine).abs().max().item()}))
+accelerator.print(
+    json.dumps({"weights": mine.flatten().tolist(), "spread": (everyone - mine).abs().max().item()})
+)
 accelerator.end_training()

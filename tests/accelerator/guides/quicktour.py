@@ -12,14 +12,18 @@ accelerator = Accelerator(cpu=True)
 device = accelerator.device
 features = torch.randn(45, 6)
 labels = (features.sum(1) > 0).long()
-training_dataloader = DataLoader(TensorDataset(features, labels), batch_size=8 // accelerator.num_processes)
+training_dataloader = DataLoader(
+    TensorDataset(features, labels), batch_size=8 // accelerator.num_processes
+)
 validation_dataloader = DataLoader(TensorDataset(features, labels), batch_size=4)
 model = torch.nn.Linear(6, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=5, gamma=0.5)
 loss_function = torch.nn.CrossEntropyLoss()
 
-model, optimizer, training_dataloader, scheduler = accelerator.prepare(model, optimizer, training_dataloader, scheduler)
+model, optimizer, training_dataloader, scheduler = accelerator.prepare(
+    model, optimizer, training_dataloader, scheduler
+)
 validation_dataloader = accelerator.prepare(validation_dataloader)
 
 for _ in range(2):

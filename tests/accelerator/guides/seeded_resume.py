@@ -8,7 +8,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer_kit import Accelerator, set_seed
 
-seed_with, workers, resume_from = sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
+seed_with, workers, resume_from = (
+    sys.argv[1],
+    int(sys.argv[2]),
+    sys.argv[3] if len(sys.argv) > 3 else None,
+)
 torch.seed()  # a process of its own: tests fork theirs from one that has drawn its seed already
 
 
@@ -25,7 +29,9 @@ if seed_with == "set_seed":
     set_seed(42)
 elif seed_with == "torch":
     torch.manual_seed(42)
-train_dataloader = DataLoader(Noisy(), shuffle=True, batch_size=4 // accelerator.num_processes, num_workers=workers)
+train_dataloader = DataLoader(
+    Noisy(), shuffle=True, batch_size=4 // accelerator.num_processes, num_workers=workers
+)
 eval_dataloader = DataLoader(Noisy(), shuffle=True, batch_size=8)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -61,7 +67,9 @@ for epoch in range(starting_epoch, 3):
         if resume_from is None and epoch == 1 and overall_step % len(train_dataloader) == 2:
             accelerator.save_state(f"step_{overall_step}")
     model.eval()
-    seen[f"eval {epoch}"] = [accelerator.gather_for_metrics(index).tolist() for index, x, y in eval_dataloader]
+    seen[f"eval {epoch}"] = [
+        accelerator.gather_for_metrics(index).tolist() for index, x, y in eval_dataloader
+    ]
     if resume_from is None:
         accelerator.save_state(f"epoch_{epoch}")
 weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -28,7 +28,10 @@ class MyCustomTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict, step: Optional[int] = None):  # noqa: UP045
-        self.run.write(json.dumps({"step": step, **{name: float(value) for name, value in values.items()}}) + "\n")
+        self.run.write(
+            json.dumps({"step": step, **{name: float(value) for name, value in values.items()}})
+            + "\n"
+        )
 
     @on_main_process
     def finish(self):

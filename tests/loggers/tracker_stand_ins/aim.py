@@ -34,7 +34,9 @@ class Run:
             record("params", run=self.hash, params={key[1]: val})
 
     def track(self, value, name=None, step=None, epoch=None, *, context=None):
-        event = {"kind": "metric", "value": value} if isinstance(value, (int, float)) else value.event
+        event = (
+            {"kind": "metric", "value": value} if isinstance(value, (int, float)) else value.event
+        )
         subset = (context or {}).get("subset")
         record(**event, run=self.hash, name=f"{subset}_{name}" if subset else name, step=step)
 

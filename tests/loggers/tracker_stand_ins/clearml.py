@@ -64,7 +64,9 @@ class Logger:
 
     def report_image(self, title, series, iteration=None, local_path=None, image=None, matrix=None,
                      max_image_history=None, delete_after_upload=False, url=None):  # fmt: skip
-        record("image", run=self.task.id, name=title, step=iteration, size=image.size, caption=series)
+        record(
+            "image", run=self.task.id, name=title, step=iteration, size=image.size, caption=series
+        )
 
     def report_histogram(self, title, series, values, iteration=None, labels=None, xlabels=None, xaxis=None, yaxis=None,
                          mode=None, data_args=None, extra_layout=None):  # fmt: skip

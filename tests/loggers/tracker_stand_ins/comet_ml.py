@@ -13,7 +13,9 @@ class ExperimentConfig:
 def start(api_key=None, workspace=None, project=None, project_name=None, experiment_key=None, mode=None, online=None,
           source=None, experiment_config=None):  # fmt: skip
     assert online is False
-    return CometExperiment(experiment_key or uuid.uuid4().hex, project_name or project, experiment_config.given)
+    return CometExperiment(
+        experiment_key or uuid.uuid4().hex, project_name or project, experiment_config.given
+    )
 
 
 class CometExperiment:
@@ -41,14 +43,21 @@ class CometExperiment:
         assert nested_support
         record("params", run=self._key, params=parameters)
 
-    def log_asset(self, file_data, file_name=None, overwrite=False, copy_to_tmp=True, step=None, metadata=None):
+    def log_asset(
+        self, file_data, file_name=None, overwrite=False, copy_to_tmp=True, step=None, metadata=None
+    ):
         record("file", run=self._key, name=file_name, content=content(file_data))
 
     def log_image(self, image_data, name=None, overwrite=False, image_format="png", image_scale=1.0, image_shape=None,
                   image_colormap=None, image_minmax=None, image_channels="last", copy_to_tmp=True, step=None,
                   annotations=None, metadata=None):  # fmt: skip
         record(
-            "image", run=self._key, name=name, step=step, size=image_data.size, caption=(metadata or {}).get("caption")
+            "image",
+            run=self._key,
+            name=name,
+            step=step,
+            size=image_data.size,
+            caption=(metadata or {}).get("caption"),
         )
 
     def log_text(self, text, step=None, metadata=None):

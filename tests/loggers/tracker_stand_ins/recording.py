@@ -16,7 +16,11 @@ def content(path):
     """A file's text, or those of a directory by name; None for what is not text."""
     path = Path(path)
     if path.is_dir():
-        return {file.relative_to(path).as_posix(): content(file) for file in sorted(path.rglob("*")) if file.is_file()}
+        return {
+            file.relative_to(path).as_posix(): content(file)
+            for file in sorted(path.rglob("*"))
+            if file.is_file()
+        }
     try:
         return path.read_text()
     except UnicodeDecodeError:

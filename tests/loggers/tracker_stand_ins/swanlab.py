@@ -43,7 +43,9 @@ class Run:
     def log_text(self, *, key, data, caption=None, step=None):
         record("text", run=self.id, name=key, text=data, step=step)
 
-    def log_image(self, *, key, data, mode=None, caption=None, file_type=None, size=None, step=None):
+    def log_image(
+        self, *, key, data, mode=None, caption=None, file_type=None, size=None, step=None
+    ):
         record("image", run=self.id, name=key, size=data.size, caption=caption, step=step)
 
     def log_echarts(self, *, key, data, caption=None, step=None):
@@ -55,11 +57,19 @@ class Run:
 
         for file in glob.glob(glob_str, recursive=True):
             if os.path.isfile(file):
-                record("file", run=self.id, name=os.path.relpath(file, base_path), content=content(file))
+                record(
+                    "file",
+                    run=self.id,
+                    name=os.path.relpath(file, base_path),
+                    content=content(file),
+                )
 
     def finish(self, state="success", error=None, async_log_timeout=None):
         record(
-            "other", run=self.id, name="status", value={"crashed": "failed", "aborted": "interrupted"}.get(state, state)
+            "other",
+            run=self.id,
+            name="status",
+            value={"crashed": "failed", "aborted": "interrupted"}.get(state, state),
         )
         record("end", run=self.id)
 

@@ -39,7 +39,11 @@ class Run:
             record("params", run=self.name, params=self.config)
             self._logged = True
         for name, value in metrics.items():
-            event = {"kind": "metric", "value": value} if isinstance(value, (int, float)) else value.event
+            event = (
+                {"kind": "metric", "value": value}
+                if isinstance(value, (int, float))
+                else value.event
+            )
             record(**event, run=self.name, name=name, step=step)
 
     def log_artifact(self, artifact_or_path, name=None, type=None, aliases=None, overwrite=False):

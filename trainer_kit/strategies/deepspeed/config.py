@@ -16,7 +16,15 @@ from torch.optim import Optimizer
 from trainer_kit.core.errors import ConfigurationError, StrategyError, did_you_mean
 from trainer_kit.strategies.deepspeed.engine import deepspeed_of, quiet
 
-__all__ = ["KEYS", "RunFacts", "Sections", "filled", "from_launcher", "read_config", "with_arguments"]
+__all__ = [
+    "KEYS",
+    "RunFacts",
+    "Sections",
+    "filled",
+    "from_launcher",
+    "read_config",
+    "with_arguments",
+]
 
 KEYS: Final = (
     "deepspeed_config_file", "zero_stage", "offload_optimizer_device", "offload_param_device", "gradient_clipping",
@@ -26,7 +34,10 @@ KEYS: Final = (
 
 _BF16: Final = ("bf16-mixed", "bf16-true")
 _FP16: Final = ("16-mixed", "16-true")
-_SECTIONS: Final = {"optimizer": "Optim", "scheduler": "Scheduler"}  # built by `Sections`, not by the engine
+_SECTIONS: Final = {
+    "optimizer": "Optim",
+    "scheduler": "Scheduler",
+}  # built by `Sections`, not by the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +79,9 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     if isinstance(config, Mapping):
         return copy.deepcopy(dict(config))
     if not isinstance(config, (str, os.PathLike)):
-        raise ConfigurationError("DeepSpeed's configuration is a path or a dict", found=f"config={config!r}")
+        raise ConfigurationError(
+            "DeepSpeed's configuration is a path or a dict", found=f"config={config!r}"
+        )
     path = os.path.expanduser(config)
     try:
         with open(path, encoding="utf-8") as file:
@@ -84,7 +97,9 @@ def read_config(config: str | os.PathLike[str] | Mapping[str, Any] | None) -> di
     return found
 
 
-def from_launcher(options: Mapping[str, str], config: dict[str, Any] | None = None) -> dict[str, Any]:
+def from_launcher(
+    options: Mapping[str, str], config: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Arguments of the strategy from the launcher's ``deepspeed_config``.
 
     Args:
@@ -110,7 +125,9 @@ def from_launcher(options: Mapping[str, str], config: dict[str, Any] | None = No
         names = [name.strip() for name in options["deepspeed_moe_layer_cls_names"].split(",")]
         zero.setdefault("leaf_module", {"classes": names})
     return {
-        "stage": _parsed("zero_stage", options["zero_stage"], int) if "zero_stage" in options else None,
+        "stage": _parsed("zero_stage", options["zero_stage"], int)
+        if "zero_stage" in options
+        else None,
         "offload_optimizer": options.get("offload_optimizer_device") == "cpu",
         "offload_parameters": options.get("offload_param_device") == "cpu",
         "config": config,
@@ -121,7 +138,9 @@ def _parsed(name: str, text: str, kind: Callable[[str], Any]) -> Any:
     try:
         return kind(text)  # no sync point: a text
     except ValueError:
-        raise ConfigurationError(f"DeepSpeed's {name} is a number", found=f"{name}={text!r}") from None
+        raise ConfigurationError(
+            f"DeepSpeed's {name} is a number", found=f"{name}={text!r}"
+        ) from None
 
 
 def with_arguments(
@@ -141,10 +160,14 @@ def with_arguments(
     """
     zero = config.setdefault("zero_optimization", {})
     if not isinstance(zero, dict):
-        raise ConfigurationError("zero_optimization must be a JSON object", found=repr(zero), fix='write {"stage": 2}')
+        raise ConfigurationError(
+            "zero_optimization must be a JSON object", found=repr(zero), fix='write {"stage": 2}'
+        )
     written = zero.get("stage", "auto")
     if stage is not None and written not in ("auto", stage):
-        raise _contradiction([("zero_optimization.stage", written, "DeepSpeedStrategy(stage=...)", stage)])
+        raise _contradiction(
+            [("zero_optimization.stage", written, "DeepSpeedStrategy(stage=...)", stage)]
+        )
     zero["stage"] = chosen = (2 if stage is None else stage) if written == "auto" else written
     if type(chosen) is not int or not 0 <= chosen <= 3:
         raise ConfigurationError(
@@ -152,7 +175,10 @@ def with_arguments(
             found=f"stage={chosen!r}",
             fix="use stage=2, which suits most models",
         )
-    for wanted, key in ((offload_optimizer, "offload_optimizer"), (offload_parameters, "offload_param")):
+    for wanted, key in (
+        (offload_optimizer, "offload_optimizer"),
+        (offload_parameters, "offload_param"),
+    ):
         section = zero.get(key)
         if isinstance(section, dict) and section.get("device") == "auto":
             section["device"] = "cpu" if wanted else "none"
@@ -160,7 +186,9 @@ def with_arguments(
             zero[key] = {"device": "cpu"}
         device = (zero.get(key) or {}).get("device", "none")
         if wanted and device == "none":
-            raise _contradiction([(f"zero_optimization.{key}.device", device, "DeepSpeedStrategy", f"{key}=True")])
+            raise _contradiction(
+                [(f"zero_optimization.{key}.device", device, "DeepSpeedStrategy", f"{key}=True")]
+            )
         if device == "nvme":
             raise StrategyError(
                 "checkpoints do not support state that is offloaded to NVMe",
@@ -211,14 +239,19 @@ def filled(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
         if enabled or key in made:
             made[key] = {**made.get(key, {}), "enabled": enabled}
     _fill_buckets(made["zero_optimization"], facts.hidden_size)
-    for name, default in (("zero_allow_untested_optimizer", True), ("zero_force_ds_cpu_optimizer", False)):
+    for name, default in (
+        ("zero_allow_untested_optimizer", True),
+        ("zero_force_ds_cpu_optimizer", False),
+    ):
         if made.get(name, "auto") == "auto":
             made[name] = default
     return _without_auto(made)  # type: ignore[no-any-return]
 
 
 def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
-    total = None if facts.batch_size is None else facts.batch_size * facts.accumulation * facts.world
+    total = (
+        None if facts.batch_size is None else facts.batch_size * facts.accumulation * facts.world
+    )
     clip = None if facts.clip is None else facts.clip[0]
     pairs = [
         ("train_micro_batch_size_per_gpu", "the loader's batch_size", facts.batch_size),
@@ -248,7 +281,9 @@ def _compare(config: Mapping[str, Any], facts: RunFacts) -> None:
 def _contradiction(found: list[tuple[str, Any, str, Any]]) -> StrategyError:
     return StrategyError(
         "DeepSpeed's JSON and the arguments of the run are inconsistent",
-        found="; ".join(f"{key}: {theirs!r}, but {name}: {ours!r}" for key, theirs, name, ours in found),
+        found="; ".join(
+            f"{key}: {theirs!r}, but {name}: {ours!r}" for key, theirs, name, ours in found
+        ),
         fix=f'write "auto" in the JSON ({", ".join(key for key, *_ in found)}), or change the argument',
     )
 
@@ -277,13 +312,27 @@ def _without_auto(value: Any) -> Any:
     return value
 
 
-_ADAM: Final = ("lr", "betas", "eps", "weight_decay", "torch_adam", "adam_w_mode", "bias_correction")
+_ADAM: Final = (
+    "lr",
+    "betas",
+    "eps",
+    "weight_decay",
+    "torch_adam",
+    "adam_w_mode",
+    "bias_correction",
+)
 _OPTIMIZERS: Final[Mapping[str, tuple[str, ...]]] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
     "SGD": ("lr", "momentum", "dampening", "weight_decay", "nesterov"),
 }
-_WARMUP: Final = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "last_batch_iteration")
+_WARMUP: Final = (
+    "warmup_min_lr",
+    "warmup_max_lr",
+    "warmup_num_steps",
+    "warmup_type",
+    "last_batch_iteration",
+)
 _SCHEDULERS: Final[Mapping[str, tuple[str, ...]]] = {
     "WarmupLR": _WARMUP,
     "WarmupDecayLR": ("total_num_steps", *_WARMUP),
@@ -325,7 +374,9 @@ class Sections:
             return torch.optim.SGD(parameters, **options)
         if options.pop("bias_correction", True) is not True:
             raise StrategyError(
-                "torch's Adam always applies bias correction", found="bias_correction: false", fix="leave it out"
+                "torch's Adam always applies bias correction",
+                found="bias_correction: false",
+                fix="leave it out",
             )
         # As DeepSpeed reads them: Adam decays as AdamW does unless adam_w_mode is false; nothing decays by default.
         by_torch = options.pop("torch_adam", False)
@@ -338,7 +389,9 @@ class Sections:
     def make_scheduler(self, optimizer: Optimizer, device: torch.device, **values: Any) -> Any:
         """Build the scheduler that the JSON names: DeepSpeed's own, which advances once per optimizer step."""
         assert self.scheduler is not None
-        rates = [float(group["lr"]) for group in optimizer.param_groups]  # sync point: before the first step
+        rates = [
+            float(group["lr"]) for group in optimizer.param_groups
+        ]  # sync point: before the first step
         known = {"warmup_min_lr": 0.0, "warmup_max_lr": max(rates), **values}
         options = _replace_auto("scheduler", self.scheduler, known)
         deepspeed_of(device)
@@ -364,7 +417,11 @@ def _read(
         return None
     kind = section.get("type") if isinstance(section, Mapping) else section
     by_lower = {word.lower(): word for word in known}
-    if not isinstance(kind, str) or kind.lower() not in by_lower or not isinstance(section, Mapping):
+    if (
+        not isinstance(kind, str)
+        or kind.lower() not in by_lower
+        or not isinstance(section, Mapping)
+    ):
         raise StrategyError(
             f"DeepSpeed's JSON names {'an' if name == 'optimizer' else 'a'} {name} that is not supported",
             found=repr(kind),
@@ -382,7 +439,9 @@ def _read(
     return kind, options
 
 
-def _replace_auto(name: str, section: tuple[str, dict[str, Any]], values: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_auto(
+    name: str, section: tuple[str, dict[str, Any]], values: Mapping[str, Any]
+) -> dict[str, Any]:
     kind, options = section
     for key, value in options.items():
         if value == "auto" and values.get(key) is None:

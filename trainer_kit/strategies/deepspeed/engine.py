@@ -43,7 +43,9 @@ def deepspeed_of(device: torch.device) -> Any:
     """Import DeepSpeed for ranks that compute on this kind of device, over the process group that exists already."""
     # DeepSpeed calls these at least once a step, and has no replacement for them yet.
     warnings.filterwarnings(
-        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+        "ignore",
+        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
+        FutureWarning,
     )
     with _environment("DS_ACCELERATOR", device.type), quiet():
         import deepspeed
@@ -61,7 +63,9 @@ def check_float16(device: torch.device) -> None:
     """Raise a PrecisionError where DeepSpeed has no float16."""
     if not deepspeed_of(device).accelerator.get_accelerator().is_fp16_supported():
         raise PrecisionError(
-            "DeepSpeed cannot run float16 on this device", found=device.type, fix='use precision="bf16-mixed"'
+            "DeepSpeed cannot run float16 on this device",
+            found=device.type,
+            fix='use precision="bf16-mixed"',
         )
 
 
@@ -76,7 +80,12 @@ def dividing(device: torch.device, config: Mapping[str, Any], full: bool = False
     """
     deepspeed = deepspeed_of(device)
     low = {key: {"enabled": False} for key in ("bf16", "fp16")} if full else {}
-    with quiet(), local_rank(), torch.device(device), deepspeed.zero.Init(config_dict_or_path={**config, **low}):
+    with (
+        quiet(),
+        local_rank(),
+        torch.device(device),
+        deepspeed.zero.Init(config_dict_or_path={**config, **low}),
+    ):
         yield
 
 
@@ -94,7 +103,9 @@ def round_parts(module: nn.Module, config: Mapping[str, Any]) -> None:
 
 def release_module(module: nn.Module) -> None:
     """Destroy the stage 3 optimizer of an earlier run; parameters stay divided, for the next engine to take over."""
-    earlier: set[Any] = {getattr(parameter, "_z3_optimizer", None) for parameter in module.parameters()} - {None}
+    earlier: set[Any] = {
+        getattr(parameter, "_z3_optimizer", None) for parameter in module.parameters()
+    } - {None}
     with quiet():
         for optimizer in earlier:
             optimizer._partition_all_parameters()
@@ -268,7 +279,9 @@ class OpenWindow:
         squares = torch.stack([norm.float() for norm in norms]).square().sum().to(engine.device)
         if engine.zero_optimization():  # each rank has a part
             world.all_reduce(squares)
-        scale = float(getattr(engine.optimizer, "loss_scale", 1.0))  # no sync point: a number on the host
+        scale = float(
+            getattr(engine.optimizer, "loss_scale", 1.0)
+        )  # no sync point: a number on the host
         return squares.sqrt() / scale
 
 
@@ -339,7 +352,11 @@ class EngineScaler:
             "growth_interval": window,
             # After an overflow the engine waits for one step more than the window.
             "_growth_tracker": max(since - 1, 0) % window,
-            "deepspeed": {key: getattr(scaler, key) for key in _OWN_COUNTERS if getattr(scaler, key, None) is not None},
+            "deepspeed": {
+                key: getattr(scaler, key)
+                for key in _OWN_COUNTERS
+                if getattr(scaler, key, None) is not None
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

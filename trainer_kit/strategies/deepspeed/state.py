@@ -29,7 +29,14 @@ from trainer_kit.core.state_names import (
 )
 from trainer_kit.strategies.state import Piece, States, unkept, whole_of
 
-__all__ = ["deepspeed_costs", "find_pieces", "load_module", "load_optimizer", "module_state", "optimizer_states"]
+__all__ = [
+    "deepspeed_costs",
+    "find_pieces",
+    "load_module",
+    "load_optimizer",
+    "module_state",
+    "optimizer_states",
+]
 
 _STEP: Final = "step"
 _LAYOUTS: Final = (
@@ -51,9 +58,14 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):  # stage 3
         return dict(_pieces_of_stage_3(optimizer))
     found: dict[nn.Parameter, Piece] = {}
-    if hasattr(optimizer, "bit16_groups") or hasattr(optimizer, "fp32_groups_flat_partition"):  # stages 1 and 2
+    if hasattr(optimizer, "bit16_groups") or hasattr(
+        optimizer, "fp32_groups_flat_partition"
+    ):  # stages 1 and 2
         groups = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
-        masters = getattr(optimizer, "single_partition_of_fp32_groups", None) or optimizer.fp32_groups_flat_partition
+        masters = (
+            getattr(optimizer, "single_partition_of_fp32_groups", None)
+            or optimizer.fp32_groups_flat_partition
+        )
         for group, master in zip(groups, masters, strict=True):
             for parameter in group:
                 fragment = parameter._hp_mapping
@@ -61,7 +73,9 @@ def find_pieces(optimizer: Any) -> dict[nn.Parameter, Piece]:
                     found[parameter] = Piece(master, 0, 0, 0)
                 else:
                     own = fragment.lp_fragment_address
-                    found[parameter] = Piece(master, fragment.hp_fragment_address.start, own.start, own.numel)
+                    found[parameter] = Piece(
+                        master, fragment.hp_fragment_address.start, own.start, own.numel
+                    )
     elif hasattr(optimizer, "fp32_groups_flat"):  # stage 0, low precision, DeepSpeed's fused Adam
         for group, master in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
             start = 0
@@ -80,10 +94,17 @@ def _pieces_of_stage_3(optimizer: Any) -> Iterator[tuple[nn.Parameter, Piece]]:
         for parameter in group:
             number, start, size = optimizer.grad_position[optimizer.get_param_id(parameter)]
             first = size * dist.get_rank(parameter.ds_process_group)
-            count = max(0, min(size, parameter.ds_numel - first))  # the last ranks' pieces are padded
+            count = max(
+                0, min(size, parameter.ds_numel - first)
+            )  # the last ranks' pieces are padded
             yield (
                 parameter,
-                Piece(optimizer.fp32_partitioned_groups_flat[number], start, min(first, parameter.ds_numel), count),
+                Piece(
+                    optimizer.fp32_partitioned_groups_flat[number],
+                    start,
+                    min(first, parameter.ds_numel),
+                    count,
+                ),
             )
 
 
@@ -127,7 +148,11 @@ def _frozen_weight(parameter: nn.Parameter, own: Tensor, keep: bool) -> Tensor:
 
 
 def load_module(
-    pieces: Mapping[nn.Parameter, Piece], module: nn.Module, state: Mapping[str, Any], strict: bool, world: Group
+    pieces: Mapping[nn.Parameter, Piece],
+    module: nn.Module,
+    state: Mapping[str, Any],
+    strict: bool,
+    world: Group,
 ) -> None:
     """Restore `module_state`, or a ``state_dict`` of the same module under any other strategy."""
     state = without_wrappers(state)
@@ -161,7 +186,10 @@ def _load_divided(module: nn.Module, state: Mapping[str, Any], strict: bool, wor
 
 
 def _check_names(
-    module: nn.Module, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any], strict: bool
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    state: Mapping[str, Any],
+    strict: bool,
 ) -> None:
     """Raise torch's own error, as every other strategy does."""
     wrong = [
@@ -174,11 +202,16 @@ def _check_names(
     if not strict:
         report_differences(known - state.keys(), state.keys() - known)
     else:
-        for kind, names in (("Missing", known - state.keys()), ("Unexpected", state.keys() - known)):
+        for kind, names in (
+            ("Missing", known - state.keys()),
+            ("Unexpected", state.keys() - known),
+        ):
             if names:
                 wrong.append(f"{kind} key(s) in state_dict: {', '.join(map(repr, sorted(names)))}.")
     if wrong:
-        raise RuntimeError(f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(wrong))
+        raise RuntimeError(
+            f"Error(s) in loading state_dict for {type(module).__name__}:\n\t" + "\n\t".join(wrong)
+        )
 
 
 def optimizer_states(
@@ -201,7 +234,9 @@ def optimizer_states(
     return found
 
 
-def load_optimizer(pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, state: States) -> None:
+def load_optimizer(
+    pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, state: States
+) -> None:
     """Restore `optimizer_states`, or the state of the same parameters under any other strategy."""
     as_tensor = type(optimizer).__module__.startswith("torch.")
     for parameter, piece in pieces.items():
@@ -220,7 +255,11 @@ def load_optimizer(pieces: Mapping[nn.Parameter, Piece], optimizer: Optimizer, s
 
 
 def deepspeed_costs(
-    stage: int, module: nn.Module, ranks: int, precision: str, groups: Iterable[Sequence[nn.Parameter]] = ()
+    stage: int,
+    module: nn.Module,
+    ranks: int,
+    precision: str,
+    groups: Iterable[Sequence[nn.Parameter]] = (),
 ) -> Costs:
     """What one rank holds and sends (Rajbhandari et al., SC 2020, chapters 5 and 7).
 
@@ -270,7 +309,10 @@ def _exchanges(stage: int, ranks: int) -> list[str]:
         return [f"gradients: all-reduce {over}"]
     if stage < 3:
         often = ", in each backward" if stage == 2 else ""
-        return [f"gradients: reduce {over}, to who steps them{often}", f"stepped parameters: all-gather {over}"]
+        return [
+            f"gradients: reduce {over}, to who steps them{often}",
+            f"stepped parameters: all-gather {over}",
+        ]
     return [
         f"parameters: all-gather {over} for each forward, and again for backward",
         f"gradients: reduce {over}, to who steps them, in each backward",

@@ -25,7 +25,13 @@ from trainer_kit.core.module import TrainModule
 from trainer_kit.core.protocols import MicroSteps
 from trainer_kit.core.state_names import plain_state
 from trainer_kit.precision.precision import EXCHANGING, Precision
-from trainer_kit.strategies.deepspeed.config import RunFacts, Sections, filled, read_config, with_arguments
+from trainer_kit.strategies.deepspeed.config import (
+    RunFacts,
+    Sections,
+    filled,
+    read_config,
+    with_arguments,
+)
 from trainer_kit.strategies.deepspeed.engine import (
     EngineScaler,
     OpenWindow,
@@ -49,7 +55,12 @@ from trainer_kit.strategies.deepspeed.state import (
     module_state,
     optimizer_states,
 )
-from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, broadcast_buffers, join_world
+from trainer_kit.strategies.process_group import (
+    ProcessGroup,
+    borrowed_buffers,
+    broadcast_buffers,
+    join_world,
+)
 from trainer_kit.strategies.state import (
     GroupOptions,
     Piece,
@@ -63,7 +74,9 @@ from trainer_kit.strategies.strategy import EngineModule, Strategy
 __all__ = ["DeepSpeedStrategy"]
 
 
-_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+_OWN_LAYERS: Final = (
+    "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+)
 
 _REQUIRES_GRAD: Final = attrgetter("requires_grad")
 
@@ -105,7 +118,9 @@ class DeepSpeedStrategy(Strategy):
     owns_step = keeps_gradients = completes_gradients = own_buffers = True
     why_not_averaged = "DeepSpeed steps flat copies of the weights"
     why_not_again = "DeepSpeed steps copies of the parameters"
-    why_not_in_threads = "DeepSpeed keeps its groups in variables of its modules, one set for a process"
+    why_not_in_threads = (
+        "DeepSpeed keeps its groups in variables of its modules, one set for a process"
+    )
 
     def __init__(
         self,
@@ -119,9 +134,13 @@ class DeepSpeedStrategy(Strategy):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         if importlib.util.find_spec("deepspeed") is None:
-            raise StrategyError("DeepSpeed is not installed", fix='pip install "trainer-kit[deepspeed]"')
+            raise StrategyError(
+                "DeepSpeed is not installed", fix='pip install "trainer-kit[deepspeed]"'
+            )
         self.device = torch.device(device)
-        self._set_config(with_arguments(read_config(config), stage, offload_optimizer, offload_parameters))
+        self._set_config(
+            with_arguments(read_config(config), stage, offload_optimizer, offload_parameters)
+        )
         check_timeout(timeout, "DeepSpeedStrategy")
         self.backend = process_group_backend
         self.timeout = timeout
@@ -152,7 +171,9 @@ class DeepSpeedStrategy(Strategy):
         """
         if self._window is not None:
             fix = "a second Accelerator for a second model"
-            raise StrategyError("a model was prepared with another DeepSpeed plugin", found=self.describe(), fix=fix)
+            raise StrategyError(
+                "a model was prepared with another DeepSpeed plugin", found=self.describe(), fix=fix
+            )
         self._set_config(config)
 
     def _offloads(self, key: str) -> bool:
@@ -192,7 +213,9 @@ class DeepSpeedStrategy(Strategy):
         """On the device; stage 3 divides every layer as soon as it is built."""
         if self.stage < 3:
             return torch.device(self.device)
-        whole = self._facts.precision.endswith("mixed")  # random initialisation differs between dtypes
+        whole = self._facts.precision.endswith(
+            "mixed"
+        )  # random initialisation differs between dtypes
         return dividing(self.device, filled(self.config, self._facts), whole)
 
     def place_module(self, module: nn.Module, precision: Precision) -> None:
@@ -256,7 +279,9 @@ class DeepSpeedStrategy(Strategy):
 
     def _run(self, *arguments: Any, **options: Any) -> Any:
         """Call the engine where gradients are needed, else the module; the engine exists once the optimizer does."""
-        if self._engine is None and any(hasattr(parameter, "ds_id") for parameter in self._step.parameters()):
+        if self._engine is None and any(
+            hasattr(parameter, "ds_id") for parameter in self._step.parameters()
+        ):
             self._initialize(None)
         trains = torch.is_grad_enabled() and self._optimizer is not None
         return self._call(self._engine if trains else self._step, *arguments, **options)
@@ -271,11 +296,15 @@ class DeepSpeedStrategy(Strategy):
         """Make the engine of module and optimizer; it puts its flat masters into the optimizer's groups."""
         self._check_optimizer(optimizer)
         refuse_whole(optimizer)  # the engine steps flat masters, of which each rank has a part
-        self._groups = [list(group["params"]) for group in optimizer.param_groups if group["params"]]
+        self._groups = [
+            list(group["params"]) for group in optimizer.param_groups if group["params"]
+        ]
         self._optimizer = optimizer
         self._initialize(optimizer)
         if getattr(self._engine.optimizer, "optimizer", optimizer) is not optimizer:
-            raise StrategyError("DeepSpeed replaces this optimizer by another one", found=type(optimizer).__name__)
+            raise StrategyError(
+                "DeepSpeed replaces this optimizer by another one", found=type(optimizer).__name__
+            )
         self._pieces = find_pieces(self._engine.optimizer)
         self._trained = list(map(_REQUIRES_GRAD, chain.from_iterable(self._groups)))
         if optimizer.state:  # without ZeRO the engine tries a step, which counts and decays weights
@@ -291,25 +320,36 @@ class DeepSpeedStrategy(Strategy):
         """Refuse a second optimizer, one of another model, one that has been stepped, and one with an empty group."""
         if self._optimizer is not None:
             raise StrategyError(
-                "DeepSpeed steps one optimizer", fix="use one optimizer, with a parameter group for each part"
+                "DeepSpeed steps one optimizer",
+                fix="use one optimizer, with a parameter group for each part",
             )
         own = set(self._step.parameters())
-        if not any(parameter.requires_grad for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(
+            parameter.requires_grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             raise StrategyError(
                 "all parameters of this optimizer are frozen: DeepSpeed trains those that are trained when it begins",
                 found=type(optimizer).__name__,
                 fix="unfreeze parameters before the model and its optimizer are prepared",
             )
-        if not any(parameter in own for group in optimizer.param_groups for parameter in group["params"]):
+        if not any(
+            parameter in own for group in optimizer.param_groups for parameter in group["params"]
+        ):
             raise StrategyError(
                 "none of this optimizer's parameters belong to the model that DeepSpeed trains",
                 found=type(optimizer).__name__,
                 fix="prepare both together: model, optimizer = accelerator.prepare(model, optimizer)",
             )
         if optimizer.state:
-            raise StrategyError("this optimizer has been stepped already", found=type(optimizer).__name__)
+            raise StrategyError(
+                "this optimizer has been stepped already", found=type(optimizer).__name__
+            )
         empty = [index for index, group in enumerate(optimizer.param_groups) if not group["params"]]
-        if empty and any("initial_lr" in group for group in optimizer.param_groups):  # a scheduler has set it
+        if empty and any(
+            "initial_lr" in group for group in optimizer.param_groups
+        ):  # a scheduler has set it
             raise StrategyError(
                 "DeepSpeed drops parameter groups without parameters, but a scheduler has a learning rate for"
                 " each group",
@@ -323,18 +363,23 @@ class DeepSpeedStrategy(Strategy):
         self._own_clip = self._clip = config["gradient_clipping"]
         with quiet(), local_rank():
             round_parts(self._step, config)
-            self._engine, *_ = deepspeed.initialize(model=self._step, optimizer=optimizer, config=config)
+            self._engine, *_ = deepspeed.initialize(
+                model=self._step, optimizer=optimizer, config=config
+            )
         self._scaler.follow(self._engine)
 
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """Call the method through the engine, which gathers parameters for it at stage 3."""
         if several:
             raise StrategyError(
-                "DeepSpeed runs one backward per micro-batch", fix="return one loss and one optimizer, or use DDP"
+                "DeepSpeed runs one backward per micro-batch",
+                fix="return one loss and one optimizer, or use DDP",
             )
         return self._through(method, lambda: self._engine)
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """Call the method through the module for which the engine gathers parameters; below stage 3 directly."""
         if self._engine is None or self.stage < 3:
             return method
@@ -354,7 +399,9 @@ class DeepSpeedStrategy(Strategy):
         return self._backward if self._window is None else self._backward_raw
 
     def _backward(self, loss: Tensor) -> None:
-        self._engine.backward(self._scaler.scale(loss), scale_wrt_gas=False)  # each loss is weighted already
+        self._engine.backward(
+            self._scaler.scale(loss), scale_wrt_gas=False
+        )  # each loss is weighted already
 
     def _backward_raw(self, loss: Tensor, retain_graph: bool = False) -> None:
         if self._optimizer is None or self._window is None:
@@ -375,9 +422,17 @@ class DeepSpeedStrategy(Strategy):
         if trained == self._trained or not self._pieces:
             return
         names = {parameter: name for name, parameter in self._step.module.named_parameters()}
-        changed = next(p for p, now, then in zip(parameters, trained, self._trained, strict=True) if now != then)
+        changed = next(
+            p
+            for p, now, then in zip(parameters, trained, self._trained, strict=True)
+            if now != then
+        )
         action = "unfrozen" if changed.requires_grad else "frozen"
-        effect = "not train it" if changed.requires_grad else "still move it, by momentum and weight decay"
+        effect = (
+            "not train it"
+            if changed.requires_grad
+            else "still move it, by momentum and weight decay"
+        )
         raise StrategyError(
             f"a parameter was {action} after the optimizer was prepared: DeepSpeed would {effect}",
             found=f"{names.get(changed, 'a parameter')} at stage {self.stage}",
@@ -403,7 +458,9 @@ class DeepSpeedStrategy(Strategy):
     def forward_backward(self, micro: MicroSteps) -> None:
         """Run one micro-batch after the other; the engine reduces gradients with the last one of the window."""
         if self._engine is None:
-            raise StrategyError("DeepSpeed needs an optimizer", fix="return an optimizer from configure_optimizers")
+            raise StrategyError(
+                "DeepSpeed needs an optimizer", fix="return an optimizer from configure_optimizers"
+            )
         engine, last, late = self._engine, micro.count - 1, self._finishes_late
         begin_window(engine, self._unfinished)
         for index in range(micro.count):
@@ -418,7 +475,11 @@ class DeepSpeedStrategy(Strategy):
             micro.end(index)
 
     def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        value: float,
+        algorithm: str,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Set the norm to which the engine clips all gradients in its step."""
         if algorithm != "norm" or norm_type != 2:
@@ -430,7 +491,9 @@ class DeepSpeedStrategy(Strategy):
         self._clip = value
         if self._window is None:
             return None
-        missing = {parameter for group in self._groups for parameter in group}.difference(parameters)
+        missing = {parameter for group in self._groups for parameter in group}.difference(
+            parameters
+        )
         if missing:
             raise StrategyError(
                 "DeepSpeed clips all gradients together",
@@ -445,7 +508,9 @@ class DeepSpeedStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """Whole weights in full precision, on rank 0; the other ranks have their shapes."""
-        own = fail_together(self.world, lambda: plain_state(module))  # before the ranks exchange anything
+        own = fail_together(
+            self.world, lambda: plain_state(module)
+        )  # before the ranks exchange anything
         return module_state(self._pieces, module, own, self.world.rank == 0)
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -458,7 +523,9 @@ class DeepSpeedStrategy(Strategy):
             return optimizer_state(optimizer)
         return self._groups, optimizer_states(self._pieces, optimizer, self.world.rank == 0)
 
-    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
+    def load_optimizer_state(
+        self, optimizer: Optimizer, groups: GroupOptions, state: States
+    ) -> None:
         """Restore this rank's pieces."""
         if not self._pieces:
             load_optimizer_state(optimizer, groups, state)

@@ -65,14 +65,19 @@ def from_launcher(options: Mapping[str, str]) -> dict[str, Any]:
     for key, instead in _REFUSED.items():
         if options.get(key, "").lower() not in _OFF:
             raise ConfigurationError(
-                f"{key} is not an option of MegatronStrategy", found=f"{key}: {options[key]}", fix=instead
+                f"{key} is not an option of MegatronStrategy",
+                found=f"{key}: {options[key]}",
+                fix=instead,
             )
     return {
         "tensor_parallel": int(options.get("megatron_lm_tp_degree", 1)),
         "sequence_parallel": options.get("megatron_lm_sequence_parallelism", "").lower() in _ON,
-        "distributed_optimizer": options.get("megatron_lm_use_distributed_optimizer", "").lower() in _ON,
+        "distributed_optimizer": options.get("megatron_lm_use_distributed_optimizer", "").lower()
+        in _ON,
         # 1 is Accelerate's default. A Trainer has an argument for it.
-        "gradient_clipping": float(options.get("megatron_lm_gradient_clipping", 1.0)),  # no sync point: a text
+        "gradient_clipping": float(
+            options.get("megatron_lm_gradient_clipping", 1.0)
+        ),  # no sync point: a text
     }
 
 
@@ -85,11 +90,15 @@ def megatron_model(module: nn.Module) -> nn.Module:
     several = [module] if hasattr(module, "set_input_tensor") else module.children()
     found = [part for part in several if hasattr(part, "set_input_tensor")]
     inside = {id(p) for part in found for p in part.parameters()}
-    outside = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside]
+    outside = [
+        name for name, p in module.named_parameters() if p.requires_grad and id(p) not in inside
+    ]
     if len(found) != 1 or outside:
         raise StrategyError(
             "Megatron trains a single model made of Megatron layers",
-            found=f"{outside[0]} is outside it" if len(found) == 1 else f"{len(found)} in {type(module).__name__}",
+            found=f"{outside[0]} is outside it"
+            if len(found) == 1
+            else f"{len(found)} in {type(module).__name__}",
             fix="create it in configure_model: self.net = megatron.core.models.gpt.GPTModel(...)",
         )
     return found[0]
@@ -119,7 +128,9 @@ def check_model(config: Any, sizes: Mapping[str, Any], precision: str) -> None:
         ("mtp_num_layers", "Megatron weights the losses of further predicted tokens by tokens"),
     ):
         if getattr(config, name, None):
-            raise StrategyError(f"{name} is not supported yet", found=f"{name}={getattr(config, name)!r}: {why}")
+            raise StrategyError(
+                f"{name} is not supported yet", found=f"{name}={getattr(config, name)!r}: {why}"
+            )
     if sizes["tensor_model_parallel_size"] > 1 and getattr(config, "gated_linear_unit", False):
         raise StrategyError(
             "gated layers cannot be gathered from tensor-parallel ranks yet",
@@ -160,7 +171,9 @@ def optimizer_options(optimizer: Optimizer, distributed: bool = False) -> dict[s
     if type(optimizer) is torch.optim.SGD and not beyond:
         return {**options, "optimizer": "sgd", "sgd_momentum": group["momentum"]}
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not beyond:
-        decoupled = type(optimizer) is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+        decoupled = type(optimizer) is torch.optim.AdamW or bool(
+            group.get("decoupled_weight_decay")
+        )
         first, second = group["betas"]
         adam = {"adam_beta1": first, "adam_beta2": second, "adam_eps": group["eps"]}
         return {**options, "optimizer": "adam", "decoupled_weight_decay": decoupled, **adam}

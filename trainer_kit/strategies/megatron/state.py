@@ -52,12 +52,16 @@ class TensorParts:
 
         kind = value.device.type  # gathered state is on the host
         if kind not in self._meshes:
-            self._meshes[kind] = DeviceMesh.from_group(parallel_state.get_tensor_model_parallel_group(), kind)
+            self._meshes[kind] = DeviceMesh.from_group(
+                parallel_state.get_tensor_model_parallel_group(), kind
+            )
         placements = [Shard(parameter.partition_dim)]
         return DTensor.from_local(value.detach(), self._meshes[kind], placements, run_check=False)
 
 
-def find_pieces(stepper: Any, parameters: Iterable[nn.Parameter], divided: bool) -> dict[nn.Parameter, Piece]:
+def find_pieces(
+    stepper: Any, parameters: Iterable[nn.Parameter], divided: bool
+) -> dict[nn.Parameter, Piece]:
     """Find which piece of each parameter this rank steps.
 
     Args:
@@ -93,12 +97,16 @@ def optimizer_states(
         keep: whether this rank needs the values; else they are zeros that take no memory.
     """
     kinds, steps = _kinds(stepper.optimizer)
-    if any(piece.divided for piece in pieces.values()):  # a rank may hold padding of the last bucket only
+    if any(
+        piece.divided for piece in pieces.values()
+    ):  # a rank may hold padding of the last bucket only
         kinds, steps = max(data.all_gather_object((kinds, steps)), key=lambda found: len(found[0]))
     found: dict[nn.Parameter, dict[str, Any]] = {}
     for parameter, piece in pieces.items() if kinds else ():
         own = stepper.optimizer.state.get(piece.master, {})
-        found[parameter] = {} if steps is None else {_STEP: torch.tensor(steps, dtype=torch.float32)}
+        found[parameter] = (
+            {} if steps is None else {_STEP: torch.tensor(steps, dtype=torch.float32)}
+        )
         for name, dtype in kinds.items():
             moment = own.get(name, torch.empty(0, dtype=dtype, device=parameter.device))
             whole = whole_of(piece, parameter.shape, moment, keep, data.group)
@@ -112,7 +120,11 @@ def _kinds(optimizer: Any) -> tuple[dict[str, torch.dtype], float | None]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if own := optimizer.state.get(parameter):
-                kinds = {name: v.dtype for name, v in own.items() if isinstance(v, Tensor) and name != _STEP}
+                kinds = {
+                    name: v.dtype
+                    for name, v in own.items()
+                    if isinstance(v, Tensor) and name != _STEP
+                }
                 steps = own.get(_STEP, steps)
                 return kinds, None if steps is None else float(steps)  # sync point: a checkpoint
     return {}, None
@@ -174,7 +186,9 @@ def megatron_costs(
 
     def stepped(group: Sequence[nn.Parameter]) -> list[Tensor]:
         if not distributed:
-            return [torch.empty(p.shape, device="meta", requires_grad=p.requires_grad) for p in group]
+            return [
+                torch.empty(p.shape, device="meta", requires_grad=p.requires_grad) for p in group
+            ]
         count = sum(p.numel() for p in group if p.requires_grad)
         return [torch.empty(-(-count // data_ranks), device="meta", requires_grad=True)]
 
@@ -182,13 +196,17 @@ def megatron_costs(
     over = f"over {data_ranks} data ranks"
     sent = [f"gradients: all-reduce {over}"]
     if distributed:
-        layout = f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
+        layout = (
+            f"{data_ranks} data ranks, each with all weights and a part of the optimizer's state"
+        )
         sent = [f"gradients: reduce-scatter {over}", f"stepped parameters: all-gather {over}"]
     sent = sent if data_ranks > 1 else []
     if tensor_ranks > 1:
         part = " and of the optimizer's state" if distributed else ""
         layout = f"{data_ranks} data ranks; each of {tensor_ranks} tensor ranks holds a part of every layer{part}"
-        sent.append(f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward")
+        sent.append(
+            f"activations: all-reduce over {tensor_ranks} tensor ranks, forward and backward"
+        )
     return Costs(
         layout=layout,
         parameters=sum(p.numel() * (low or p.element_size()) for p in module.parameters()),

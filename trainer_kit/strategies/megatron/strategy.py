@@ -18,12 +18,23 @@ from trainer_kit.core.collective_errors import fail_together
 from trainer_kit.core.costs import Costs
 from trainer_kit.core.errors import StrategyError
 from trainer_kit.core.protocols import MicroSteps
-from trainer_kit.core.state_names import load_module_weights, named_state, plain_state, without_wrappers
+from trainer_kit.core.state_names import (
+    load_module_weights,
+    named_state,
+    plain_state,
+    without_wrappers,
+)
 from trainer_kit.core.tensors import local
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.gradients import clip_parts
 from trainer_kit.strategies.megatron.config import check_model, megatron_model, optimizer_options
-from trainer_kit.strategies.megatron.state import TensorParts, find_pieces, load_state, megatron_costs, optimizer_states
+from trainer_kit.strategies.megatron.state import (
+    TensorParts,
+    find_pieces,
+    load_state,
+    megatron_costs,
+    optimizer_states,
+)
 from trainer_kit.strategies.process_group import ProcessGroup, borrowed_buffers, join_world
 from trainer_kit.strategies.state import (
     GroupOptions,
@@ -39,7 +50,9 @@ from trainer_kit.strategies.strategy import Strategy
 __all__ = ["MegatronScaler", "MegatronStrategy"]
 
 
-_OWN_LAYERS: Final = "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+_OWN_LAYERS: Final = (
+    "the engine casts and partitions weights in its own way, which exchanged layers do not survive"
+)
 
 
 @final
@@ -77,7 +90,9 @@ class MegatronStrategy(Strategy):
     why_not_averaged = "Megatron's optimizer steps copies of the weights"
     why_not_recomputed = "Megatron's layers do that: TransformerConfig(recompute_granularity=...)"
     why_not_again = "Megatron steps copies of the parameters"
-    why_not_in_threads = "Megatron keeps its groups in variables of its modules, one set for a process"
+    why_not_in_threads = (
+        "Megatron keeps its groups in variables of its modules, one set for a process"
+    )
 
     def __init__(
         self,
@@ -90,7 +105,9 @@ class MegatronStrategy(Strategy):
         timeout: timedelta = timedelta(minutes=30),
     ) -> None:
         if importlib.util.find_spec("megatron") is None:
-            raise StrategyError("megatron-core is not installed", fix='pip install "megatron-core>=0.16"')
+            raise StrategyError(
+                "megatron-core is not installed", fix='pip install "megatron-core>=0.16"'
+            )
         self.device = torch.device(device)
         check_timeout(timeout, "MegatronStrategy")
         self.tensor_parallel = tensor_parallel
@@ -146,7 +163,8 @@ class MegatronStrategy(Strategy):
 
         if manual:
             raise StrategyError(
-                "Megatron runs the optimizer step", fix="set automatic_optimization = True, or use another strategy"
+                "Megatron runs the optimizer step",
+                fix="set automatic_optimization = True, or use another strategy",
             )
         self._schedule = get_forward_backward_func()
         # The loop weights losses, so Megatron sums gradients and divides nothing.
@@ -168,7 +186,10 @@ class MegatronStrategy(Strategy):
     def _prepare(self, module: nn.Module, precision: Precision, summed: bool) -> None:
         model = megatron_model(module)
         config: Any = model.config
-        sizes = {"tensor_model_parallel_size": self.tensor_parallel, "sequence_parallel": self.sequence_parallel}
+        sizes = {
+            "tensor_model_parallel_size": self.tensor_parallel,
+            "sequence_parallel": self.sequence_parallel,
+        }
         others = {"pipeline_model_parallel_size": 1, "context_parallel_size": 1}
         check_model(config, {**sizes, **others}, precision.name)
         self._half = "bf16" if config.bf16 else "fp16" if config.fp16 else ""
@@ -194,13 +215,17 @@ class MegatronStrategy(Strategy):
     def prepare_optimizer(self, optimizer: Optimizer) -> None:
         """Create the Megatron optimizer that steps in place of this one, and reads its options in each step."""
         if self._optimizer is not None:
-            raise StrategyError("Megatron steps one optimizer", fix="return one from configure_optimizers")
+            raise StrategyError(
+                "Megatron steps one optimizer", fix="return one from configure_optimizers"
+            )
         if self._chunk is None:
             raise StrategyError(
                 "Megatron needs the model before its optimizer",
                 fix="prepare the model together with its optimizer, or before it",
             )
-        self._optimizer = _make_optimizer(self._chunk, optimizer, self._half, self.distributed_optimizer)
+        self._optimizer = _make_optimizer(
+            self._chunk, optimizer, self._half, self.distributed_optimizer
+        )
         trained = [p for p in self._chunk.parameters() if p.requires_grad]
         self._pieces = find_pieces(self._inner(), trained, self.distributed_optimizer)
         self._scaler.follow(self._inner())
@@ -210,7 +235,9 @@ class MegatronStrategy(Strategy):
     def bind(self, method: Callable[..., Any], several: bool) -> Callable[..., Any]:
         """The method itself, which calls the model through its wrapper."""
         if several:
-            raise StrategyError("Megatron runs one backward per micro-batch", fix="return one loss, or use DDP")
+            raise StrategyError(
+                "Megatron runs one backward per micro-batch", fix="return one loss, or use DDP"
+            )
         return method
 
     def bind_backward(self, backward: Callable[..., None] | None) -> Callable[..., None] | None:
@@ -237,7 +264,11 @@ class MegatronStrategy(Strategy):
         if parameter not in kept:
             piece = self._pieces[parameter]
             gradient = parameter.main_grad
-            kept[parameter] = piece.in_whole(gradient) if piece.divided else self._parts.placed(gradient, parameter)
+            kept[parameter] = (
+                piece.in_whole(gradient)
+                if piece.divided
+                else self._parts.placed(gradient, parameter)
+            )
         return kept[parameter]
 
     def bind_step(self, optimizer: Optimizer) -> Callable[..., Any]:
@@ -247,7 +278,8 @@ class MegatronStrategy(Strategy):
             options = optimizer.param_groups[0]
             if self._schedule is None and closure is not None:
                 raise StrategyError(
-                    "Megatron steps without a closure", fix="call accelerator.backward(loss), then step()"
+                    "Megatron steps without a closure",
+                    fix="call accelerator.backward(loss), then step()",
                 )
             if self._schedule is None and self.gradient_clipping > 0:
                 self.clip_gradients(options["params"], self.gradient_clipping, "norm")
@@ -269,7 +301,9 @@ class MegatronStrategy(Strategy):
                 fix="use on_before_optimizer_step",
             )
         if self._optimizer is None:
-            raise StrategyError("Megatron needs an optimizer", fix="return an optimizer from configure_optimizers")
+            raise StrategyError(
+                "Megatron needs an optimizer", fix="return an optimizer from configure_optimizers"
+            )
 
         def forward(indices: Any, model: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             index = next(indices)
@@ -299,7 +333,11 @@ class MegatronStrategy(Strategy):
         micro.end(micro.count - 1)
 
     def clip_gradients(
-        self, parameters: Sequence[nn.Parameter], value: float, algorithm: str, norm_type: float = 2.0
+        self,
+        parameters: Sequence[nn.Parameter],
+        value: float,
+        algorithm: str,
+        norm_type: float = 2.0,
     ) -> Tensor | None:
         """Clip the wrapper's gradients, also over tensor ranks; Megatron itself would read the norm on the host."""
         scale = self._optimizer.get_loss_scale().reshape(()) if self._half == "fp16" else 1.0
@@ -309,14 +347,21 @@ class MegatronStrategy(Strategy):
             norm = clip_parts(gradients, value * scale, algorithm, norm_type)
         else:
             # Empty gradients, too: a rank may have none, and takes part in the sum.
-            counted = [g if self._parts.counts(p) else g[:0] for p, g in zip(trained, gradients, strict=True)]
-            norm = clip_parts(gradients, value * scale, algorithm, norm_type, stages=self.world, counted=counted)
+            counted = [
+                g if self._parts.counts(p) else g[:0]
+                for p, g in zip(trained, gradients, strict=True)
+            ]
+            norm = clip_parts(
+                gradients, value * scale, algorithm, norm_type, stages=self.world, counted=counted
+            )
         return None if norm is None else norm / scale
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The state by the module's names: master weights in place of rounded ones, parts as ``DTensor``."""
         parameters = named_state(module)
-        own = fail_together(self.world, lambda: plain_state(module))  # before the ranks exchange anything
+        own = fail_together(
+            self.world, lambda: plain_state(module)
+        )  # before the ranks exchange anything
         state = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         for name, value in state.items():
             parameter = parameters.get(name)
@@ -336,22 +381,33 @@ class MegatronStrategy(Strategy):
         parameters = named_state(module)
         state, own = without_wrappers(state), plain_state(module)
         extra = {name: value for name, value in own.items() if not isinstance(value, Tensor)}
-        like = {n: self._parts.placed(v, parameters.get(n)) for n, v in own.items() if n not in extra}
-        parts = {name: local(part_of(value, like[name])) if name in like else value for name, value in state.items()}
+        like = {
+            n: self._parts.placed(v, parameters.get(n)) for n, v in own.items() if n not in extra
+        }
+        parts = {
+            name: local(part_of(value, like[name])) if name in like else value
+            for name, value in state.items()
+        }
         load_module_weights(module, {**extra, **parts}, strict)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
         for name, parameter in parameters.items():
             piece = self._pieces.get(parameter)
-            if piece is not None and name in parts:  # the checkpoint may be more precise than the weights
+            if (
+                piece is not None and name in parts
+            ):  # the checkpoint may be more precise than the weights
                 piece.of(piece.master).copy_(piece.in_whole(parts[name]))
 
     def optimizer_state(self, optimizer: Optimizer) -> tuple[list[list[nn.Parameter]], States]:
         """The state of Megatron's optimizer, by the module's parameters."""
         groups, _ = optimizer_state(optimizer)
-        return groups, optimizer_states(self._inner(), self._pieces, self._parts, self.data, self._keeps)
+        return groups, optimizer_states(
+            self._inner(), self._pieces, self._parts, self.data, self._keeps
+        )
 
-    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
+    def load_optimizer_state(
+        self, optimizer: Optimizer, groups: GroupOptions, state: States
+    ) -> None:
         """Restore this rank's parts, and the options of torch's optimizer."""
         load_optimizer_state(optimizer, groups, {})
         load_state(self._inner(), self._pieces, state, self._parts)
@@ -360,7 +416,9 @@ class MegatronStrategy(Strategy):
         """Megatron's optimizer that holds torch's."""
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         if len(chained) != 1:
-            raise StrategyError("Megatron made several optimizers", found=f"{len(chained)}, where one is known")
+            raise StrategyError(
+                "Megatron made several optimizers", found=f"{len(chained)}, where one is known"
+            )
         return chained[0]
 
     def shared_buffers(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -370,7 +428,9 @@ class MegatronStrategy(Strategy):
     def costs(self, module: nn.Module, precision: Precision, ranks: int) -> Costs:
         """What one tensor rank holds and sends."""
         data_ranks = ranks // self.tensor_parallel
-        return megatron_costs(module, precision.name, data_ranks, self.tensor_parallel, self.distributed_optimizer)
+        return megatron_costs(
+            module, precision.name, data_ranks, self.tensor_parallel, self.distributed_optimizer
+        )
 
     def describe(self) -> str:
         """One line for ``explain()``."""
@@ -418,8 +478,12 @@ def _wrap(model: Any, half: str, summed: bool, distributed: bool) -> Any:
     for parameter in model.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     config.calculate_per_token_loss = summed
-    settings = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
-    chunk = DistributedDataParallel(config, settings, Float16Module(config, model) if half else model)
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, use_distributed_optimizer=distributed
+    )
+    chunk = DistributedDataParallel(
+        config, settings, Float16Module(config, model) if half else model
+    )
     chunk.broadcast_params()
     return chunk
 
@@ -516,4 +580,6 @@ class MegatronScaler:
             return
         own = state.get("megatron", {"hysteresis_tracker": scaler.hysteresis})
         tracker = int(state["_growth_tracker"]) % int(scaler.growth_interval)
-        scaler.load_state_dict({"scale": torch.tensor([state["scale"]]), "growth_tracker": tracker, **own})
+        scaler.load_state_dict(
+            {"scale": torch.tensor([state["scale"]]), "growth_tracker": tracker, **own}
+        )

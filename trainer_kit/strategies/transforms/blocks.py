@@ -50,7 +50,8 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
         isinstance(policy, int) and policy < 0
     ):
         raise StrategyError(
-            "blocks are chosen by class names, classes, a number of parameters, or a callable", found=repr(policy)
+            "blocks are chosen by class names, classes, a number of parameters, or a callable",
+            found=repr(policy),
         )
     if policy is None:
         return dict(_inner_first(module, _repeated(module)))
@@ -59,7 +60,9 @@ def units(module: nn.Module, policy: Policy) -> dict[str, nn.Module]:
     if callable(policy) and not isinstance(policy, type):
         wraps: Callable[..., bool] = policy
         picks = wraps if takes(wraps, 1) else partial(_as_torch_asks, wraps)
-        return dict(_inner_first(module, {id(m) for m in module.modules() if _is_part(m) and picks(m)}))
+        return dict(
+            _inner_first(module, {id(m) for m in module.modules() if _is_part(m) and picks(m)})
+        )
     return _by_class(module, [policy] if isinstance(policy, (str, type)) else list(policy))
 
 
@@ -72,7 +75,9 @@ def _is_part(module: nn.Module) -> bool:
 
 
 def _inner_first(module: nn.Module, picked: set[int]) -> Iterator[tuple[str, nn.Module]]:
-    for name, part in reversed(list(module.named_modules())):  # in reversed order, each comes before its parent
+    for name, part in reversed(
+        list(module.named_modules())
+    ):  # in reversed order, each comes before its parent
         if part is not module and id(part) in picked:
             yield name, part
 
@@ -105,9 +110,16 @@ def _by_class(module: nn.Module, wanted: list[Any]) -> dict[str, nn.Module]:
     parts = [part for part in module.modules() if _is_part(part)]
     picked: set[int] = set()
     for one in wanted:
-        mine = {id(p) for p in parts if (type(p).__name__ == one if isinstance(one, str) else isinstance(p, one))}
+        mine = {
+            id(p)
+            for p in parts
+            if (type(p).__name__ == one if isinstance(one, str) else isinstance(p, one))
+        }
         if not mine:
-            name, names = one if isinstance(one, str) else one.__name__, sorted({type(p).__name__ for p in parts})
+            name, names = (
+                one if isinstance(one, str) else one.__name__,
+                sorted({type(p).__name__ for p in parts}),
+            )
             raise StrategyError(
                 f"the module has no submodule of the class {name}",
                 found=", ".join(names),
@@ -173,7 +185,9 @@ class ActivationCheckpointing(Transform):
         for part in blocks:
             if not isinstance(part.__dict__.get("forward"), _Recomputed):
                 # Set on the instance, so that other instances of the class are not affected.
-                part.__dict__["forward"] = _Recomputed(part.forward, "forward" in part.__dict__, self.offload)
+                part.__dict__["forward"] = _Recomputed(
+                    part.forward, "forward" in part.__dict__, self.offload
+                )
 
     def undo(self, module: nn.Module) -> None:
         """Remove activation checkpointing from all parts of the module."""
@@ -209,7 +223,9 @@ class _Recomputed:
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if not self.offload:
             return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
-        with save_on_cpu(pin_memory=torch.accelerator.is_available()):  # what the checkpoint saves: its inputs
+        with save_on_cpu(
+            pin_memory=torch.accelerator.is_available()
+        ):  # what the checkpoint saves: its inputs
             return checkpoint(self.forward, *arguments, use_reentrant=False, **options)
 
 

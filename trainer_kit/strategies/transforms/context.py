@@ -82,7 +82,10 @@ class ContextParallel(Transform):
                 fix="define configure_parallel(self, mesh): return ParallelPlan(context=ContextPlan(dims=1)), or "
                 "MeshStrategy(cp=..., plan=...)",
             )
-        return cls(plan.context, isinstance(module, TrainModule) and is_overridden("loss_weight", module, TrainModule))
+        return cls(
+            plan.context,
+            isinstance(module, TrainModule) and is_overridden("loss_weight", module, TrainModule),
+        )
 
     def apply(self, module: nn.Module, mesh: DeviceMesh) -> None:
         """Store the axis. The module itself does not change: `attending` replaces the attention function.
@@ -155,7 +158,9 @@ class ContextParallel(Transform):
             StrategyError: an attention call was not intercepted, or there was none.
         """
         fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)  # the fast path computes attention without this function
+        torch.backends.mha.set_fastpath_enabled(
+            False
+        )  # the fast path computes attention without this function
         watch, self._seen = _Watch(self), 0
         with ExitStack() as stack:
             stack.callback(torch.backends.mha.set_fastpath_enabled, fast)
@@ -195,7 +200,9 @@ class ContextParallel(Transform):
         fits = not is_causal or (not divides and query.shape[2] == key.shape[2])
         if self._around is not None and simple and fits:
             if enable_gqa:
-                key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+                key, value = (
+                    t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value)
+                )
             return self._around(query, key, value, is_causal=is_causal, scale=scale)
         if attn_mask is None and divides:
             whole = _TORCHS(*map(self._heads, (query, key, value)), is_causal=is_causal, **options)
@@ -214,18 +221,24 @@ class ContextParallel(Transform):
         batch, heads, length, width = tokens.shape
         by_rank = tokens.reshape(batch, self.size, heads // self.size, length, width)
         received = self._exchanged(by_rank.permute(1, 0, 2, 3, 4))
-        return received.permute(1, 2, 0, 3, 4).reshape(batch, heads // self.size, self.size * length, width)
+        return received.permute(1, 2, 0, 3, 4).reshape(
+            batch, heads // self.size, self.size * length, width
+        )
 
     def _tokens(self, heads: Tensor) -> Tensor:
         """The inverse of `_heads`."""
         batch, some, length, width = heads.shape
         by_rank = heads.reshape(batch, some, self.size, length // self.size, width)
         received = self._exchanged(by_rank.permute(2, 0, 1, 3, 4))
-        return received.permute(1, 0, 2, 3, 4).reshape(batch, some * self.size, length // self.size, width)
+        return received.permute(1, 0, 2, 3, 4).reshape(
+            batch, some * self.size, length // self.size, width
+        )
 
     def _exchanged(self, by_rank: Tensor) -> Tensor:
         # gloo sends wrong elements if strides differ
-        sent: Tensor = collectives.all_to_all_single_autograd(by_rank.contiguous(), None, None, self.group)
+        sent: Tensor = collectives.all_to_all_single_autograd(
+            by_rank.contiguous(), None, None, self.group
+        )
         return sent
 
     def _gathered(self, tokens: Tensor) -> Tensor:
@@ -250,10 +263,24 @@ class ContextParallel(Transform):
         label_smoothing: float = 0.0,
     ) -> Tensor:
         """Replaces torch's function; its mean handles parts of padded sequences that have few targets, or none."""
-        options: dict[str, Any] = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
-        if reduction != "mean" or size_average is not None or reduce is not None or target.is_floating_point():
+        options: dict[str, Any] = {
+            "weight": weight,
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+        }
+        if (
+            reduction != "mean"
+            or size_average is not None
+            or reduce is not None
+            or target.is_floating_point()
+        ):
             return _CROSS_ENTROPY(
-                input, target, size_average=size_average, reduce=reduce, reduction=reduction, **options
+                input,
+                target,
+                size_average=size_average,
+                reduce=reduce,
+                reduction=reduction,
+                **options,
             )
         counted = target != ignore_index
         each = counted if weight is None else weight[target.where(counted, 0)] * counted
@@ -324,7 +351,11 @@ class _Watch(TorchFunctionMode):
         self.context, self.missed, self._ours = context, False, 0
 
     def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func is _TORCHS:
             self._ours += 1  # each call of ours calls torch's once
@@ -344,9 +375,13 @@ def with_positions(plan: ContextPlan, batch: Any, part: int = 0) -> Any:
     if key is None or not isinstance(batch, Mapping) or key in batch:
         return batch
     dim = dims if isinstance(dims, int) else next(iter(dims.values()))
-    like = next(value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim)
+    like = next(
+        value for value in batch.values() if isinstance(value, Tensor) and value.dim() > dim
+    )
     first = part * like.shape[dim]
-    return _with(batch, {key: torch.arange(first, first + like.shape[dim], device=like.device).unsqueeze(0)})
+    return _with(
+        batch, {key: torch.arange(first, first + like.shape[dim], device=like.device).unsqueeze(0)}
+    )
 
 
 def _with(batch: Mapping[str, Any], values: Mapping[str, Any]) -> Any:
@@ -386,10 +421,16 @@ def ring_attention(mesh: DeviceMesh) -> Iterator[Callable[..., Tensor]]:
 
     options = _attention._cp_options
     before = options.enable_load_balance
-    options.enable_load_balance = False  # it reorders tokens, and positions and targets would have to follow
-    nothing = torch.empty(mesh.size(), device=mesh.device_type)  # it requires at least one buffer to shard
+    options.enable_load_balance = (
+        False  # it reorders tokens, and positions and targets would have to follow
+    )
+    nothing = torch.empty(
+        mesh.size(), device=mesh.device_type
+    )  # it requires at least one buffer to shard
     try:
-        with context_parallel(mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}):
+        with context_parallel(
+            mesh, buffers=[nothing], buffer_seq_dims=[0], no_restore_buffers={nothing}
+        ):
             yield F.scaled_dot_product_attention
     finally:
         options.enable_load_balance = before

@@ -63,7 +63,9 @@ def check_schedule(name: str) -> str:
         StrategyError: the schedule is unknown.
     """
     if name not in SCHEDULES:
-        raise StrategyError(f"unknown pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES)))
+        raise StrategyError(
+            f"unknown pipeline schedule {name!r}", fix=did_you_mean(name, list(SCHEDULES))
+        )
     return SCHEDULES[name]
 
 
@@ -117,7 +119,9 @@ class Pipeline:
         self.group, self.world, self.device, self.schedule = group, world, device, schedule
         rank, size = group.rank, group.size
         self.count = size * (1 if kind == "one" else 2)
-        self.ranks = [s % size if kind != "v" or s < size else 2 * size - 1 - s for s in range(self.count)]
+        self.ranks = [
+            s % size if kind != "v" or s < size else 2 * size - 1 - s for s in range(self.count)
+        ]
         self.own = [index for index, owner in enumerate(self.ranks) if owner == rank]
         self.last = self.count - 1 in self.own
         self.stages: list[Stage] = []
@@ -143,7 +147,9 @@ class Pipeline:
         """
         name, model = pipelined_model(module, plan)
         inside = {id(parameter) for parameter in model.parameters()}
-        outside = [key for key, parameter in module.named_parameters() if id(parameter) not in inside]
+        outside = [
+            key for key, parameter in module.named_parameters() if id(parameter) not in inside
+        ]
         if outside:
             raise StrategyError(
                 f"{outside[0]} lies outside the submodule that becomes the pipeline stages",
@@ -203,12 +209,17 @@ class Pipeline:
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the stages and return the output of the last; every rank of the pipeline must call it."""
-        with torch.no_grad(), _drawing(self._noise, self.device):  # separate from the random stream of the step
+        with (
+            torch.no_grad(),
+            _drawing(self._noise, self.device),
+        ):  # separate from the random stream of the step
             output, _ = self._pass(Turn(args, kwargs))
             return self.share(output)
 
     @contextmanager
-    def _answering(self, answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]) -> Iterator[None]:
+    def _answering(
+        self, answer: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
+    ) -> Iterator[None]:
         """A context in which a call of the model returns ``answer(args, kwargs)``."""
         self._answer = answer
         try:
@@ -258,7 +269,11 @@ class Pipeline:
         (structure,) = self.group.broadcast([structure], owner)
 
         def pass_on(tensor: Tensor) -> Tensor:
-            sent = tensor.detach() if mine else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            sent = (
+                tensor.detach()
+                if mine
+                else torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            )
             return self.group.broadcast(sent.contiguous(), owner)  # type: ignore[no-any-return]
 
         shared = map_tensors(value if mine else structure, pass_on)
@@ -308,7 +323,9 @@ class Pipeline:
     def _receive(self, rank: int) -> tuple[Tensor, ...]:
         shapes: list[Any] = [None]
         dist.recv_object_list(shapes, group=self.group.group, group_src=rank, device=self.device)
-        tensors = tuple(torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0])
+        tensors = tuple(
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in shapes[0]
+        )
         for tensor in tensors:
             dist.recv(tensor, group=self.group.group, group_src=rank)
         return tensors
@@ -331,7 +348,9 @@ class Pipeline:
                 absent.add(index)
             batches.append(micro.earlier if micro.batch is None else micro.batch)
         if batches[0] is None:
-            raise DataError("the loader is empty on all ranks", fix="pass a loader that has at least one batch")
+            raise DataError(
+                "the loader is empty on all ranks", fix="pass a loader that has at least one batch"
+            )
         starts, unknown = self._agree(batches)
         inputs = [self._take(micro, batch, index) for index, batch in enumerate(batches)]
         micro.start_gradients()
@@ -373,7 +392,9 @@ class Pipeline:
         schedule = self._schedules.pop((key, len(turns)), None)
         # The first run of a schedule in torch clears the gradients of parameters that FSDP shards: keep them.
         # A dict has each parameter once, although two stages may share it.
-        parameters = {} if schedule is not None else {p: p.grad for s in self.stages for p in s.parameters()}
+        parameters = (
+            {} if schedule is not None else {p: p.grad for s in self.stages for p in s.parameters()}
+        )
         schedule = schedule or self._make(len(turns), self._known[key])
         self._schedules[key, len(turns)] = schedule  # the most recently used is last
         if len(self._schedules) > _KEPT:
@@ -387,7 +408,9 @@ class Pipeline:
         schedule.step(*inputs, target=numbers if self.last else None, return_outputs=False)
         for parameter, gradient in parameters.items():
             if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                parameter.grad = (
+                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
+                )
 
     def _make(self, batches: int, shapes: Mapping[int, tuple[Tensor, ...]]) -> Any:
         """Create torch's schedule for this number of micro-batches and these shapes of inputs and outputs."""
@@ -408,13 +431,19 @@ class Pipeline:
             )
             for stage in self.stages
         ]
-        options: dict[str, Any] = {"n_microbatches": batches, "loss_fn": lambda loss, _: loss, "scale_grads": False}
+        options: dict[str, Any] = {
+            "n_microbatches": batches,
+            "loss_fn": lambda loss, _: loss,
+            "scale_grads": False,
+        }
         one = SCHEDULES[self.schedule] == "one"
         held: Any = stages[0] if one else stages
         try:
             return schedules.get_schedule_class(self.schedule)(held, **options)
         except ValueError:  # the schedule does not support this number of micro-batches
-            return (schedules.ScheduleGPipe if one else schedules.ScheduleLoopedBFS)(held, **options)
+            return (schedules.ScheduleGPipe if one else schedules.ScheduleLoopedBFS)(
+                held, **options
+            )
 
     def _agree(self, batches: Sequence[Any]) -> tuple[list[int], set[int]]:
         """Agree on seeds, the micro-batches at which shapes change on any rank, and which of these are new on any.
@@ -435,12 +464,18 @@ class Pipeline:
     def _draw_seeds(self) -> list[int]:
         """Draw a seed that all ranks share, and one for each rank, from the global generator."""
         size = self.group.size
-        if dist.get_backend(self.group.group) == "fake":  # a world of fake ranks has no values to draw
+        if (
+            dist.get_backend(self.group.group) == "fake"
+        ):  # a world of fake ranks has no values to draw
             return [0] * (1 + size)
-        seeds: list[int] = torch.randint(2**31, (1 + size,), device="cpu").tolist()  # no sync point: on the CPU
+        seeds: list[int] = torch.randint(
+            2**31, (1 + size,), device="cpu"
+        ).tolist()  # no sync point: on the CPU
         return seeds
 
-    def _take(self, micro: MicroSteps, batch: Any, index: int) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+    def _take(
+        self, micro: MicroSteps, batch: Any, index: int
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
         """Dry-run the step up to its call of the model, and return the arguments of that call."""
         found: list[tuple[tuple[Any, ...], Mapping[str, Any]]] = []
 
@@ -510,12 +545,18 @@ class Pipeline:
 
 def _without_storage(tensor: Tensor) -> Tensor:
     """A meta tensor with the shape and dtype of another; it requires gradients if its dtype allows them."""
-    return torch.empty_like(tensor.detach(), device="meta").contiguous().requires_grad_(tensor.is_floating_point())
+    return (
+        torch.empty_like(tensor.detach(), device="meta")
+        .contiguous()
+        .requires_grad_(tensor.is_floating_point())
+    )
 
 
 def _nothing_of(output: Any) -> Tensor:
     """Return a loss that depends on the output and has zero gradients."""
-    floats = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    floats = [
+        leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
     return torch.stack([leaf.sum() * 0 for leaf in floats]).sum()
 
 
@@ -552,7 +593,9 @@ def _untouched(batch: Any) -> Iterator[None]:
     Raises:
         StrategyError: a tensor was changed; the second run of the step would change it again.
     """
-    before = [(tensor, tensor._version) for tensor in tensors_of(batch) if not tensor.is_inference()]
+    before = [
+        (tensor, tensor._version) for tensor in tensors_of(batch) if not tensor.is_inference()
+    ]
     yield
     for tensor, version in before:
         if tensor._version != version:

@@ -61,7 +61,11 @@ def pipelined_model(module: nn.Module, plan: PipelinePlan) -> tuple[str, nn.Modu
                 f"PipelinePlan(model={plan.model!r}): {type(module).__name__} has no such submodule",
                 fix=did_you_mean(plan.model, [name for name, _ in module.named_children()]),
             ) from None
-    found = [(name, child) for name, child in module.named_children() if any(True for _ in child.parameters())]
+    found = [
+        (name, child)
+        for name, child in module.named_children()
+        if any(True for _ in child.parameters())
+    ]
     if len(found) == 1 and not any(True for _ in module.parameters(recurse=False)):
         return found[0]
     raise StrategyError(
@@ -93,11 +97,16 @@ def lay_out(model: nn.Module, plan: PipelinePlan, stages: int) -> Layout:
     names = [prefix + name for name, _ in model.get_submodule(container).named_children()]
     outside = _outside(model, container, plan)
     sizes = [_size(model.get_submodule(name)) for name in names]
-    ends = {at: sum(_size(_at(model, name)) for name, where in outside.items() if where == at) for at in (0, -1)}
+    ends = {
+        at: sum(_size(_at(model, name)) for name, where in outside.items() if where == at)
+        for at in (0, -1)
+    }
     sizes[0] += ends[0]
     sizes[-1] += ends[-1]
     starts = points if points is not None else _even(sizes, stages)
-    blocks = [names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)]
+    blocks = [
+        names[start:end] for start, end in zip(starts, [*starts[1:], len(names)], strict=True)
+    ]
     owners = {name: at % stages for name, at in outside.items()}
     owners.update({name: index for index, part in enumerate(blocks) for name in part})
     return Layout(blocks, owners, *_ties(model, owners))
@@ -107,11 +116,14 @@ def _container(model: nn.Module, plan: PipelinePlan, stages: int) -> tuple[str, 
     """The name of the module that holds the blocks, and the first block of each stage if the plan gives them."""
     if isinstance(plan.split_points, str):
         if plan.split_points != "auto":
-            raise StrategyError('split_points is "auto" or names of blocks', found=repr(plan.split_points))
+            raise StrategyError(
+                'split_points is "auto" or names of blocks', found=repr(plan.split_points)
+            )
         holders = [
             (name, part)
             for name, part in model.named_modules()
-            if isinstance(part, (nn.ModuleList, nn.Sequential, nn.ModuleDict)) and len(part) >= stages
+            if isinstance(part, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+            and len(part) >= stages
         ]
         if not holders:
             raise StrategyError(
@@ -163,14 +175,18 @@ def _outside(model: nn.Module, container: str, plan: PipelinePlan) -> dict[str, 
                 found[prefix + key] = at
         found.update((prefix + key, 0) for key, _ in home.named_parameters(recurse=False))
     prefix = f"{container}." if container else ""
-    found.update((prefix + key, 0) for key, _ in model.get_submodule(container).named_parameters(recurse=False))
+    found.update(
+        (prefix + key, 0)
+        for key, _ in model.get_submodule(container).named_parameters(recurse=False)
+    )
     for name in (*plan.first, *plan.last, *plan.everywhere):
         if name not in found:
             raise StrategyError(f"PipelinePlan names {name!r}", fix=did_you_mean(name, list(found)))
         if name in plan.everywhere:
             if any(p.requires_grad for p in _at(model, name).parameters()):
                 raise StrategyError(
-                    f"PipelinePlan(everywhere=): {name!r} has parameters to train", fix="name it in first= or last="
+                    f"PipelinePlan(everywhere=): {name!r} has parameters to train",
+                    fix="name it in first= or last=",
                 )
             del found[name]
         else:
@@ -204,7 +220,10 @@ def _even(sizes: Sequence[int], stages: int) -> list[int]:
     for count in range(2, stages + 1):
         best = [
             min(
-                ((max(best[at][0], total[end] - total[at]), [*best[at][1], at]) for at in range(count - 1, end)),
+                (
+                    (max(best[at][0], total[end] - total[at]), [*best[at][1], at])
+                    for at in range(count - 1, end)
+                ),
                 default=(total[-1] + 1, []),
             )
             for end in range(len(sizes) + 1)
@@ -212,17 +231,27 @@ def _even(sizes: Sequence[int], stages: int) -> list[int]:
     return best[-1][1]
 
 
-def _ties(model: nn.Module, owners: Mapping[str, int]) -> tuple[list[list[tuple[str, int]]], list[list[str]]]:
+def _ties(
+    model: nn.Module, owners: Mapping[str, int]
+) -> tuple[list[list[tuple[str, int]]], list[list[str]]]:
     found: dict[int, dict[str, int]] = {}
     for name, stage in owners.items():
         part = _at(model, name)
-        inner = [("", part)] if isinstance(part, nn.Parameter) else part.named_parameters(remove_duplicate=False)
+        inner = (
+            [("", part)]
+            if isinstance(part, nn.Parameter)
+            else part.named_parameters(remove_duplicate=False)
+        )
         for key, parameter in inner:
             found.setdefault(id(parameter), {})[f"{name}.{key}" if key else name] = stage
-    order = {name: at for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))}
+    order = {
+        name: at for at, (name, _) in enumerate(model.named_parameters(remove_duplicate=False))
+    }
     shared = (places for places in found.values() if len(set(places.values())) > 1)
     repeated = (places for places in found.values() if len(set(places.values())) < len(places))
-    return [sorted(places.items(), key=lambda place: order[place[0]]) for places in shared], [*map(list, repeated)]
+    return [sorted(places.items(), key=lambda place: order[place[0]]) for places in shared], [
+        *map(list, repeated)
+    ]
 
 
 class _Meaningless(Tensor):
@@ -263,7 +292,9 @@ class StandIn(nn.Module):
                 fix="use a model whose blocks run one after the other, each of them once",
             )
         arrived, self.arrived = iter(self.arrived), None
-        return tree_unflatten([next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+        return tree_unflatten(
+            [next(arrived) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+        )
 
     def _outputs(self, args: Any, kwargs: Any) -> tuple[list[Any], Any]:
         """The outputs of the original module for inputs of these shapes, on the meta device."""
@@ -289,7 +320,9 @@ def whole_names(module: nn.Module) -> list[str]:
     found = []
     for name, part in module.named_modules():
         if isinstance(part, StandIn):
-            found += [f"{name}.{inner}" if inner else name for inner, _ in part.twin.named_modules()]
+            found += [
+                f"{name}.{inner}" if inner else name for inner, _ in part.twin.named_modules()
+            ]
         elif name:
             found.append(name)
     return found
@@ -299,7 +332,9 @@ def _placeholder(leaf: Any, device: torch.device) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     made = torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)
-    return made.as_subclass(_Meaningless) if type(made) is Tensor else made  # a fake tensor has a class already
+    return (
+        made.as_subclass(_Meaningless) if type(made) is Tensor else made
+    )  # a fake tensor has a class already
 
 
 def _without_storage(tensor: Tensor) -> Tensor:
@@ -496,7 +531,9 @@ def _with_contiguous_gradient(tensor: Tensor) -> Tensor:
     return view
 
 
-def make_stages(model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device) -> list[Stage]:
+def make_stages(
+    model: nn.Module, layout: Layout, own: Sequence[int], device: torch.device
+) -> list[Stage]:
     """Replace, in place, all modules of a model that belong to stages of other ranks; return this rank's stages.
 
     Args:
@@ -534,7 +571,9 @@ class Ties:
         repeated: copies on this rank that an earlier stage holds too: norms count their gradients once.
     """
 
-    def __init__(self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: ProcessGroup) -> None:
+    def __init__(
+        self, shared: Sequence[Sequence[tuple[str, int]]], ranks: Sequence[int], group: ProcessGroup
+    ) -> None:
         self._shared, self._ranks, self._group = shared, ranks, group
         self._me = group.rank
         self._copies: list[list[nn.Parameter]] = []
@@ -576,7 +615,9 @@ class Ties:
             for group in optimizer.param_groups
             for p in group["params"]
         }
-        mine = [[options.get(id(copy), "not trained") for copy in copies] for copies in self._copies]
+        mine = [
+            [options.get(id(copy), "not trained") for copy in copies] for copies in self._copies
+        ]
         for places, found in self._compared(mine):
             raise StrategyError(
                 f"{' and '.join(name for name, _ in places)} are one parameter, but would be trained with"
@@ -590,8 +631,15 @@ class Ties:
         if not self._shared:
             return []
         everyone = self._group.all_gather_object(mine)
-        by_parameter = [sorted({one for copies in theirs for one in copies}) for theirs in zip(*everyone, strict=True)]
-        return [(places, found) for places, found in zip(self._shared, by_parameter, strict=True) if len(found) > 1]
+        by_parameter = [
+            sorted({one for copies in theirs for one in copies})
+            for theirs in zip(*everyone, strict=True)
+        ]
+        return [
+            (places, found)
+            for places, found in zip(self._shared, by_parameter, strict=True)
+            if len(found) > 1
+        ]
 
     def add_gradients(self) -> None:
         """Set the gradient of every copy to the sum over all stages."""

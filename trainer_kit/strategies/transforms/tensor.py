@@ -186,7 +186,11 @@ def _tie(module: nn.Module, places: list[tuple[str, str]]) -> None:
     first = layers[0][0]._parameters[layers[0][1]]
     for layer, key in layers[1:]:
         other = layer._parameters[key]
-        if isinstance(first, DTensor) and isinstance(other, DTensor) and first.placements != other.placements:
+        if (
+            isinstance(first, DTensor)
+            and isinstance(other, DTensor)
+            and first.placements != other.placements
+        ):
             raise StrategyError(
                 "layers that share a parameter split it differently",
                 found=f"{places[0][0]}: {first.placements}, {places[1][0]}: {other.placements}",
@@ -217,7 +221,12 @@ def _check(module: nn.Module, styles: Mapping[str, ParallelStyle], size: int) ->
         if any(layer.startswith(f"{name}." if name else "") for layer in styles):
             for what in _HEADS:
                 if isinstance(getattr(config, what, None), int):
-                    _divides(f"{name}.config.{what}", getattr(config, what), size, "another number of heads")
+                    _divides(
+                        f"{name}.config.{what}",
+                        getattr(config, what),
+                        size,
+                        "another number of heads",
+                    )
 
 
 def _divides(what: str, value: int, size: int, fix: str) -> None:
@@ -244,7 +253,9 @@ def complete_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Sum partial gradients over the ranks: of replicated parameters that are applied to a part of the activations."""
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements):
+        if isinstance(gradient, DTensor) and any(
+            placement.is_partial() for placement in gradient.placements
+        ):
             assert isinstance(parameter, DTensor)
             parameter.grad = gradient.redistribute(placements=parameter.placements)
 
@@ -263,10 +274,13 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
     whole = [
         (name, local(p.grad).detach())
         for name, p in named
-        if p.grad is not None and not (isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ()))
+        if p.grad is not None
+        and not (isinstance(p, DTensor) and axis in (p.device_mesh.mesh_dim_names or ()))
     ]
     group, size = mesh.get_group(), mesh.size()
-    if not whole or dist.get_backend(group) == "fake":  # torch's fake ranks have no separate gradients
+    if (
+        not whole or dist.get_backend(group) == "fake"
+    ):  # torch's fake ranks have no separate gradients
         return
     mine = torch.cat([gradient.reshape(-1).float() for _, gradient in whole])
     mean = mine.clone()
@@ -275,12 +289,17 @@ def check_whole_parameters(named: Iterable[tuple[str, nn.Parameter]], mesh: Devi
     lengths = [gradient.numel() for _, gradient in whole]
     far = torch.stack(
         [
-            (one - both).norm() / (both.norm() + one.norm()).clamp_min(torch.finfo(torch.float32).tiny)
-            for one, both in zip(torch.split(mine, lengths), torch.split(mean, lengths), strict=True)
+            (one - both).norm()
+            / (both.norm() + one.norm()).clamp_min(torch.finfo(torch.float32).tiny)
+            for one, both in zip(
+                torch.split(mine, lengths), torch.split(mean, lengths), strict=True
+            )
         ]
     )
     dist.all_reduce(far, dist.ReduceOp.MAX, group=group)
-    different = [name for (name, _), off in zip(whole, far.tolist(), strict=True) if off > 0.05]  # sync point: once
+    different = [
+        name for (name, _), off in zip(whole, far.tolist(), strict=True) if off > 0.05
+    ]  # sync point: once
     if different:
         raise StrategyError(
             "the ranks of the tensor axis have different gradients for a replicated parameter",
@@ -324,7 +343,9 @@ class _SummedGradient(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for name, parameter in list(module.named_parameters(recurse=False)):
             whole = DTensor.from_local(parameter.data, device_mesh, [_WHOLE], run_check=False)
-            module.register_parameter(name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+            module.register_parameter(
+                name, nn.Parameter(whole, requires_grad=parameter.requires_grad)
+            )
         lent: dict[str, nn.Parameter] = {}
 
         def lend(part: nn.Module, _: Any) -> None:
@@ -370,7 +391,9 @@ def named_style(name: str, value: Any) -> ParallelStyle | None:
     raise StrategyError(
         f"{name}: unknown tensor-parallel style",
         found=repr(value),
-        fix=did_you_mean(value, _WORDS) if isinstance(value, str) else "pass a name, or a ParallelStyle of torch",
+        fix=did_you_mean(value, _WORDS)
+        if isinstance(value, str)
+        else "pass a name, or a ParallelStyle of torch",
     )
 
 
@@ -381,7 +404,9 @@ def find_plans(module: nn.Module) -> dict[str, str]:
         prefix = f"{name}." if name else ""
         if any(known.startswith(prefix) for known in found):
             continue  # inside of a model that has a plan
-        own = getattr(part, "_tp_plan", None) or getattr(getattr(part, "config", None), "base_model_tp_plan", None)
+        own = getattr(part, "_tp_plan", None) or getattr(
+            getattr(part, "config", None), "base_model_tp_plan", None
+        )
         if isinstance(own, Mapping):
             found.update({f"{prefix}{layer}": style for layer, style in own.items()})
     return found
@@ -391,7 +416,9 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     """Create the plan of a preset: the style of each of the module's layers that it splits."""
     makers = {"llama": _llama, "gpt": _gpt, "mlp": _mlp}
     if plan.tensor not in makers:
-        raise StrategyError("unknown preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers))
+        raise StrategyError(
+            "unknown preset", found=repr(plan.tensor), fix=did_you_mean(str(plan.tensor), makers)
+        )
     if plan.tensor != "llama" and (plan.sequence_parallel or plan.loss_parallel):
         raise StrategyError(
             f"the preset {plan.tensor!r} does not support sequence or loss parallelism",
@@ -402,7 +429,9 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     if not found:
         raise StrategyError(
             f"the preset {plan.tensor!r} matches no layer of this module",
-            found=", ".join(name for name, part in module.named_modules() if isinstance(part, nn.Linear))
+            found=", ".join(
+                name for name, part in module.named_modules() if isinstance(part, nn.Linear)
+            )
             or "no layers",
             fix="name the layers: ParallelPlan(tensor={'net.0': 'colwise', 'net.2': 'rowwise'})",
         )
@@ -411,7 +440,9 @@ def preset(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 
 def _by_last_name(module: nn.Module, styles: Mapping[str, Any]) -> dict[str, Any]:
     """Match each pattern with the last components of layer names."""
-    patterns = [(re.compile(rf"(?:.*\.)?(?:{pattern})"), style) for pattern, style in styles.items()]
+    patterns = [
+        (re.compile(rf"(?:.*\.)?(?:{pattern})"), style) for pattern, style in styles.items()
+    ]
     found = {}
     for name, _ in module.named_modules():
         for pattern, style in patterns:
@@ -435,7 +466,9 @@ def _llama(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
         "q_norm|k_norm": "replicated_with_grad_allreduce",
     }
     if plan.sequence_parallel:
-        styles["input_layernorm|post_attention_layernorm|attention_norm|ffn_norm|norm"] = "sequence_parallel"
+        styles["input_layernorm|post_attention_layernorm|attention_norm|ffn_norm|norm"] = (
+            "sequence_parallel"
+        )
         # Gathers an activation passed by position, or by keyword as in Hugging Face's blocks.
         styles["self_attn|attention|mlp|feed_forward"] = _GatherSequence()
     return _by_last_name(module, styles)
@@ -463,7 +496,11 @@ class _GatherSequence(ParallelStyle):
 def _gpt(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
     """The plan for layers with GPT's names. A fused projection of queries, keys and values is split by rows of its
     weight and its output is gathered, so that every rank computes the whole attention."""
-    fused = {name for name, _ in module.named_modules() if re.search(r"(^|\.)(c_attn|qkv|qkv_proj)$", name)}
+    fused = {
+        name
+        for name, _ in module.named_modules()
+        if re.search(r"(^|\.)(c_attn|qkv|qkv_proj)$", name)
+    }
     after = "rowwise_rep" if fused else "rowwise"
     return _by_last_name(
         module,
@@ -498,6 +535,18 @@ def _mlp(module: nn.Module, plan: ParallelPlan) -> dict[str, Any]:
 
 
 _ELEMENTWISE: Final = (
-    *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.Softplus),
+    *(
+        nn.ReLU,
+        nn.ReLU6,
+        nn.LeakyReLU,
+        nn.ELU,
+        nn.SELU,
+        nn.GELU,
+        nn.SiLU,
+        nn.Mish,
+        nn.Tanh,
+        nn.Sigmoid,
+        nn.Softplus,
+    ),
     *(nn.Hardtanh, nn.Hardswish, nn.Dropout, nn.Identity),
 )

@@ -21,7 +21,13 @@ from trainer_kit.core.tensors import map_tensors
 from trainer_kit.precision.precision import EXCHANGING, Precision
 from trainer_kit.strategies.local_sgd import fill_absent
 from trainer_kit.strategies.single import Alone
-from trainer_kit.strategies.state import GroupOptions, Moved, States, load_optimizer_state, optimizer_state
+from trainer_kit.strategies.state import (
+    GroupOptions,
+    Moved,
+    States,
+    load_optimizer_state,
+    optimizer_state,
+)
 from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["XLAGroup", "XLAStrategy"]
@@ -50,12 +56,16 @@ class XLAStrategy(Strategy):
     engine = "xla"
     refused_precisions: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(EXCHANGING, "XLA compiles no kernels of this vendor"),
-        **dict.fromkeys(("16-true", "16-mixed"), "bfloat16 is the half precision of XLA devices, float16 is not"),
+        **dict.fromkeys(
+            ("16-true", "16-mixed"), "bfloat16 is the half precision of XLA devices, float16 is not"
+        ),
     }
     finds_devices = completes_gradients = True
     why_not_averaged = "averages under XLA are not tested"
     why_not_in_threads = "the ranks of XLA are processes"
-    why_not_recomputed = "XLA's compiler needs torch_xla.utils.checkpoint.checkpoint in the forward of each block"
+    why_not_recomputed = (
+        "XLA's compiler needs torch_xla.utils.checkpoint.checkpoint in the forward of each block"
+    )
 
     def __init__(self, *, shard_parameters: bool = False, spmd: bool | None = None) -> None:
         if shard_parameters and spmd is False:
@@ -127,7 +137,9 @@ class XLAStrategy(Strategy):
     def _mark(self, tensor: Tensor, dim: int) -> None:
         import torch_xla.distributed.spmd as xs
 
-        xs.mark_sharding(tensor, self._mesh, tuple("fsdp" if i == dim else None for i in range(tensor.dim())))
+        xs.mark_sharding(
+            tensor, self._mesh, tuple("fsdp" if i == dim else None for i in range(tensor.dim()))
+        )
 
     def _mark_parts(self, tensors: Iterable[Tensor]) -> None:
         """Divide along the longest dim, as torch_xla's FSDPv2 does; scalars stay whole on each device."""
@@ -166,7 +178,9 @@ class XLAStrategy(Strategy):
 
     def wrap_module(self, module: nn.Module, precision: Precision) -> nn.Module:
         """Move and divide; nothing wraps it."""
-        held = dict(module.named_parameters())  # torch_xla does not convert parameters with weak references
+        held = dict(
+            module.named_parameters()
+        )  # torch_xla does not convert parameters with weak references
         self.place_module(module, precision)
         self._moved.note({name: partial(held.get, name) for name in held}, module)
         return module
@@ -179,11 +193,17 @@ class XLAStrategy(Strategy):
         """The method itself."""
         owner: Any = getattr(method, "__self__", None)
         parts = owner.modules() if isinstance(owner, nn.Module) else ()
-        if hasattr(method, "_torchdynamo_orig_callable") or any(p._compiled_call_impl is not None for p in parts):
-            raise StrategyError("XLA always compiles the step", found="torch.compile", fix="leave compile= out")
+        if hasattr(method, "_torchdynamo_orig_callable") or any(
+            p._compiled_call_impl is not None for p in parts
+        ):
+            raise StrategyError(
+                "XLA always compiles the step", found="torch.compile", fix="leave compile= out"
+            )
         return method
 
-    def bind_evaluation(self, method: Callable[..., Any], whole: bool = False) -> Callable[..., Any]:
+    def bind_evaluation(
+        self, method: Callable[..., Any], whole: bool = False
+    ) -> Callable[..., Any]:
         """Call the method, and run the graph of the batch."""
 
         def run(*arguments: Any) -> Any:
@@ -205,7 +225,9 @@ class XLAStrategy(Strategy):
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's ``state_dict`` on the host: other engines do not have these devices."""
-        return {name: tensor.detach().cpu() for name, tensor in plain_state(module).items()}  # sync point: a checkpoint
+        return {
+            name: tensor.detach().cpu() for name, tensor in plain_state(module).items()
+        }  # sync point: a checkpoint
 
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
         """Load as torch does; divided tensors stay divided."""
@@ -218,7 +240,9 @@ class XLAStrategy(Strategy):
         groups, states = optimizer_state(optimizer)
         return groups, {p: map_tensors(dict(state), _on_host) for p, state in states.items()}
 
-    def load_optimizer_state(self, optimizer: Optimizer, groups: GroupOptions, state: States) -> None:
+    def load_optimizer_state(
+        self, optimizer: Optimizer, groups: GroupOptions, state: States
+    ) -> None:
         """Load as torch does; divided tensors stay divided."""
         load_optimizer_state(optimizer, groups, state)
         for own in optimizer.state.values():
@@ -232,7 +256,9 @@ class XLAStrategy(Strategy):
 
     def _average(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """Average gradients over the processes, if there are several."""
-        trained = [p for p in parameters if p.requires_grad]  # now: a callback may freeze or unfreeze some
+        trained = [
+            p for p in parameters if p.requires_grad
+        ]  # now: a callback may freeze or unfreeze some
         if isinstance(self.data, XLAGroup):
             # Every process must trace the same graph: a missing gradient counts as zeros.
             fill_absent(trained)
@@ -302,7 +328,9 @@ class XLAGroup:
         """Reduce over the ranks, in place; ``op`` is sum, mean, min or max."""
         kinds = {"sum": "sum", "mean": "sum", "avg": "sum", "min": "min", "max": "max"}
         if op not in kinds:
-            raise ConfigurationError(f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max")
+            raise ConfigurationError(
+                f"unknown reduction {op!r}", fix="use one of: sum, mean, min, max"
+            )
         there = tensor.to(self.device)
         (reduced,) = self._xm.all_reduce(kinds[op], [there])
         if op in ("mean", "avg"):
@@ -316,7 +344,9 @@ class XLAGroup:
 
     def all_gather_object(self, value: Any) -> list[Any]:
         """One small picklable value from every rank, in rank order."""
-        return [pickle.loads(payload) for payload in self._xm.rendezvous("gather", pickle.dumps(value))]
+        return [
+            pickle.loads(payload) for payload in self._xm.rendezvous("gather", pickle.dumps(value))
+        ]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """As `all_gather_object`, but None on all ranks except the first."""
@@ -337,7 +367,10 @@ class XLAGroup:
     def agree(self, values: list[float]) -> list[list[float]]:
         """A few numbers of every rank, one row for each rank."""
         layout = f"{len(values)}d"
-        return [list(struct.unpack(layout, row)) for row in self._xm.rendezvous("agree", struct.pack(layout, *values))]
+        return [
+            list(struct.unpack(layout, row))
+            for row in self._xm.rendezvous("agree", struct.pack(layout, *values))
+        ]
 
     def side_group(self, recreate: bool = False) -> None:
         """Not needed: every rank holds the whole state, so ranks never write a checkpoint together."""

@@ -26,15 +26,25 @@ class MlflowClient:
             self._db.execute(f"CREATE TABLE IF NOT EXISTS {table}")
 
     def get_experiment_by_name(self, name):
-        found = self._db.execute("SELECT rowid, place FROM experiments WHERE name = ?", [name]).fetchone()
-        return found and SimpleNamespace(experiment_id=str(found[0]), name=name, artifact_location=found[1])
+        found = self._db.execute(
+            "SELECT rowid, place FROM experiments WHERE name = ?", [name]
+        ).fetchone()
+        return found and SimpleNamespace(
+            experiment_id=str(found[0]), name=name, artifact_location=found[1]
+        )
 
     def create_experiment(self, name, artifact_location=None, tags=None):
-        return str(self._db.execute("INSERT INTO experiments VALUES (?, ?)", [name, artifact_location]).lastrowid)
+        return str(
+            self._db.execute(
+                "INSERT INTO experiments VALUES (?, ?)", [name, artifact_location]
+            ).lastrowid
+        )
 
     def create_run(self, experiment_id, start_time=None, tags=None, run_name=None):
         id = uuid.uuid4().hex
-        self._db.execute("INSERT INTO runs VALUES (?, ?, ?, 'RUNNING')", [id, experiment_id, run_name])
+        self._db.execute(
+            "INSERT INTO runs VALUES (?, ?, ?, 'RUNNING')", [id, experiment_id, run_name]
+        )
         for key, value in (tags or {}).items():
             self._db.execute("INSERT INTO tags VALUES (?, ?, ?)", [id, key, value])
         return self.get_run(id)
@@ -43,8 +53,12 @@ class MlflowClient:
         experiment, name, status = self._db.execute(
             "SELECT experiment_id, name, status FROM runs WHERE run_uuid = ?", [run_id]
         ).fetchone()
-        params = dict(self._db.execute("SELECT key, value FROM params WHERE run_uuid = ?", [run_id]))
-        info = SimpleNamespace(run_id=run_id, experiment_id=experiment, run_name=name, status=status)
+        params = dict(
+            self._db.execute("SELECT key, value FROM params WHERE run_uuid = ?", [run_id])
+        )
+        info = SimpleNamespace(
+            run_id=run_id, experiment_id=experiment, run_name=name, status=status
+        )
         return SimpleNamespace(info=info, data=SimpleNamespace(params=params))
 
     def update_run(self, run_id, status=None, name=None):
@@ -67,7 +81,9 @@ class MlflowClient:
 
     def _place(self, run_id, artifact_path):
         experiment = self.get_run(run_id).info.experiment_id
-        (place,) = self._db.execute("SELECT place FROM experiments WHERE rowid = ?", [experiment]).fetchone()
+        (place,) = self._db.execute(
+            "SELECT place FROM experiments WHERE rowid = ?", [experiment]
+        ).fetchone()
         return Path(unquote(urlparse(place).path)) / run_id / "artifacts" / (artifact_path or "")
 
     def log_artifact(self, run_id, local_path, artifact_path=None):

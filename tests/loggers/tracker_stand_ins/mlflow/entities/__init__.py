@@ -1,5 +1,15 @@
 class Metric:
-    def __init__(self, key, value, timestamp, step, model_id=None, dataset_name=None, dataset_digest=None, run_id=None):
+    def __init__(
+        self,
+        key,
+        value,
+        timestamp,
+        step,
+        model_id=None,
+        dataset_name=None,
+        dataset_digest=None,
+        run_id=None,
+    ):
         self.key, self.value, self.timestamp, self.step = key, value, timestamp, step
 
 
