@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,12 @@ def test_an_epoch_that_is_over_now_counts_as_complete(
 
 @pytest.mark.filterwarnings("ignore:.*cannot skip by index")
 def test_a_stream_that_is_over_now(tmp_path: Path) -> None:
-    seen = resumed(
-        DataLoader(Stream(8), batch_size=2), DataLoader(Stream(2), batch_size=2), tmp_path / "state"
-    )
+    with pytest.warns(UserWarning, match="has ended before batch 2"):
+        seen = resumed(
+            DataLoader(Stream(8), batch_size=2),
+            DataLoader(Stream(2), batch_size=2),
+            tmp_path / "state",
+        )
     assert seen == [(1, [0.0, 1.0])]
 
 
@@ -132,3 +136,107 @@ def test_a_checkpoint_without_these_facts_is_read(
 
     monkeypatch.setattr(Feed, "facts", None)
     assert len(resumed(data(8), data(8), tmp_path / "state")) == 6
+
+
+class Unsized(Stream):
+    __len__ = None  # type: ignore[assignment]
+
+
+class Resumable(Unsized):
+    """With torchdata's state."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < self.count:
+            self.at += 1
+            yield torch.tensor([self.at - 1.0])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot skip by index")
+@pytest.mark.parametrize("kind", [Unsized, Resumable])
+def test_an_unsized_stream_that_is_over_now_gets_a_line(kind: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        seen = resumed(
+            DataLoader(kind(8), batch_size=2), DataLoader(kind(2), batch_size=2), tmp_path / "state"
+        )
+    assert seen == [(1, [0.0, 1.0])]
+    assert sum("has ended before batch 2, at which" in str(line.message) for line in lines) == 1
+
+
+@pytest.mark.parametrize("kind", [Unsized, Resumable])
+def test_a_stream_that_ends_where_the_checkpoint_is_gets_no_line(kind: Any, tmp_path: Path) -> None:
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        resumed(
+            DataLoader(kind(4), batch_size=2), DataLoader(kind(4), batch_size=2), tmp_path / "state"
+        )
+    assert not any("has ended before" in str(line.message) for line in lines)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot skip by index")
+@pytest.mark.parametrize(
+    ("first", "second", "line"),
+    [
+        (data(8), data(12), "the training data have 12 samples, and had 8"),
+        (data(8), data(2), "batch 2 of epoch 0, which has 1 now: the loader yields no batches"),
+        (data(8), data(8, shuffle=True), "in the order of RandomSampler, and were in that of Seq"),
+        (
+            DataLoader(Stream(8), batch_size=2),
+            DataLoader(Stream(12), batch_size=2),
+            "the training data have 12 samples, and had 8",
+        ),
+        (data(8), data(8), None),
+        (data(4), data(4), None),
+    ],
+)
+def test_the_accelerator_says_so_too(
+    first: Any, second: Any, line: str | None, tmp_path: Path, capsys: Any
+) -> None:
+    accelerator = tk.Accelerator(cpu=True)
+    loader = accelerator.prepare(first)
+    for index, _ in enumerate(loader):
+        if index == 1:
+            accelerator.save_state(tmp_path / "state")
+            position = loader.state_dict()
+            break
+    again = tk.Accelerator(cpu=True)
+    other = again.prepare(second)
+    again.load_state(tmp_path / "state")
+    output = capsys.readouterr().out
+    assert output.count("may repeat samples") + output.count("yields no batches") == bool(line)
+    assert (line or "") in output
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        other.load_state_dict(position)
+    assert [line in str(warning.message) for warning in lines] == [True] * bool(line)
+
+
+@pytest.mark.parametrize("kind", [Unsized, Resumable])
+@pytest.mark.parametrize("count", [2, 8])
+def test_an_accelerator_reads_a_stream_that_is_over_now(
+    kind: Any, count: int, tmp_path: Path
+) -> None:
+    accelerator = tk.Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(kind(8), batch_size=2))
+    for index, _ in enumerate(loader):
+        if index == 1:
+            accelerator.save_state(tmp_path / "state")
+            break
+    again = tk.Accelerator(cpu=True)
+    other = again.prepare(DataLoader(kind(count), batch_size=2))
+    again.load_state(tmp_path / "state")
+    with warnings.catch_warnings(record=True) as lines:
+        warnings.simplefilter("always")
+        assert len(list(other)) == (2 if count == 8 else 0)
+    assert any("has ended before" in str(line.message) for line in lines) == (count == 2)

@@ -392,6 +392,8 @@ class Checkpoints:
         seeds = [loader.seed for loader in prepared.loaders]
         for loader, saved in zip(prepared.loaders, state["loaders"], strict=True):
             loader.load_states(saved)
+            for line in loader.describe_changes(saved[0]):
+                say(f"load_state: {line}")
         if prepared.data_seed is not None and seeds != [loader.seed for loader in prepared.loaders]:
             say(
                 f"load_state: the data keep the order of the state, not that of seed={prepared.data_seed}"

@@ -23,6 +23,7 @@ from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
 from trainer_kit.data.division import check_division, divide_by_itself, fingerprint
 from trainer_kit.data.order import SampleBlocks, derive_seed, drawn
+from trainer_kit.state.data_changes import describe_changes
 
 __all__ = [
     "BatchSamplerShard",
@@ -616,7 +617,20 @@ class PreparedLoader:
             "seed": self.seed,
             "track": state,
             "alone": None if self._compares else self._alone,
+            "data": feed.facts,
         }
+
+    def describe_changes(self, state: Mapping[str, Any]) -> list[str]:
+        """Return a line for each change of the data since a state, if that lies inside an epoch."""
+        epoch, batch = self._resume or (int(state["epoch"]), 0)
+        if not batch:
+            return []
+        if self.feed.exact and self.feed.length is not None and batch > len(self):
+            return [
+                f"the state is at batch {batch} of epoch {epoch}, which has {len(self)} now: the loader yields no"
+                " batches in that epoch"
+            ]
+        return describe_changes(state.get("data"), self.feed.facts, epoch)
 
     def load_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue the next iteration at the position of the states, in the same order.
@@ -683,6 +697,9 @@ class PreparedLoader:
                 fix="resume with as many processes and the same batch size, or by accelerator.load_state",
             )
         self.load_states([own] * self.group.size)
+        if self.group.rank == 0:
+            for line in self.describe_changes(own):
+                warnings.warn(line, stacklevel=2)
 
     def _batches_of(self, samples: int) -> int:
         """Return the number of batches in an epoch that hold this many samples."""
@@ -858,9 +875,12 @@ def prepare_loader(
     dispatch = world.size > 1 and division is None and (stream if asked is None else asked)
     rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
 
+    turn = group.size if stream else 1
     prepared = PreparedLoader(
         loader,
-        partial(_make_feed, source, rank, size, batch_size),  # can be pickled, unlike a closure
+        partial(
+            _make_feed, source, rank, size, batch_size, turn
+        ),  # can be pickled, unlike a closure
         group,
         device,
         window,
@@ -878,7 +898,7 @@ def prepare_loader(
 
 
 def _make_feed(
-    loader: Any, rank: int, size: int, batch_size: int | None, even: bool, seed: int
+    loader: Any, rank: int, size: int, batch_size: int | None, turn: int, even: bool, seed: int
 ) -> Feed:
     pad = even and size > 1
-    return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad)
+    return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad, turn=turn)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import islice
 from operator import itemgetter
 from typing import Any, Final, final
@@ -19,7 +19,14 @@ from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.core.tensors import BLOCKING, map_leaves
 from trainer_kit.data.combined import CombinedLoader, CombinedSource, read_together
 from trainer_kit.data.order import EMPTY, MISSING
-from trainer_kit.data.place import Place, Source, generator_states, kind_of, restore_generators
+from trainer_kit.data.place import (
+    Place,
+    Source,
+    generator_states,
+    kind_of,
+    restore_generators,
+    warn_of_early_end,
+)
 from trainer_kit.data.sources import IndexedSource, ListSource, StreamSource
 
 __all__ = ["Ahead", "Feed", "LoaderState"]
@@ -42,11 +49,15 @@ class LoaderState:
     Args:
         source: the source.
         size: the number of data ranks.
+        warn_of_end: called with the position of a resume that lies beyond the end of the data; None: not reported here.
     """
 
-    def __init__(self, source: Source, size: int) -> None:
+    def __init__(
+        self, source: Source, size: int, warn_of_end: Callable[[int], None] | None = None
+    ) -> None:
         self._source = source
         self._size = size
+        self._warn_of_end = warn_of_end
         self._states: dict[int, Any] = {}
         self._epoch = -1
         self._at = 0
@@ -231,7 +242,10 @@ class LoaderState:
             iterator = source.epoch(
                 epoch, saved["batch"] if source.stateful else start, 0, saved["state"]
             )
-            _skip(iterator, saved)
+            read = _skip(iterator, saved)
+            ends_early = read < saved["skip"] and not saved["ended"]
+            if ends_early and self._warn_of_end is not None:
+                self._warn_of_end(start)
             return iterator
         if saved["state"] is not None or saved["skip"]:
             _skip(source.epoch(saved["epoch"], saved["batch"], 0, saved["state"]), saved)
@@ -243,9 +257,10 @@ def _named(workers: Sequence[int]) -> str:
     return ", ".join(map(str, workers))
 
 
-def _skip(batches: Iterator[Any], saved: Mapping[str, Any]) -> None:
-    for _ in batches if saved["ended"] else islice(batches, saved["skip"]):
-        pass
+def _skip(batches: Iterator[Any], saved: Mapping[str, Any]) -> int:
+    """Read and discard the batches between a saved state and the position; return their number."""
+    skipped = batches if saved["ended"] else islice(batches, saved["skip"])
+    return sum(1 for _ in skipped)
 
 
 @final
@@ -278,6 +293,7 @@ class Feed:
             number of samples; only for samples that are found by index.
         agree: ``agree(numbers)`` gathers a few numbers of every rank. With it, the first batches of a stream whose
             attributes do not tell are compared: if they differ, it divides the data by itself, and is left alone.
+        turn: batches that the caller reads at once, as one batch of each rank; the last turn may be incomplete.
 
     Attributes:
         loader_state: the position in the loader, for a checkpoint.
@@ -318,6 +334,7 @@ class Feed:
         ordered: bool = False,
         pad: bool = False,
         agree: Callable[[list[float]], list[list[float]]] | None = None,
+        turn: int = 1,
     ) -> None:
         if not 0 <= rank < size:
             raise DataError(
@@ -333,12 +350,14 @@ class Feed:
             ordered=ordered,
             pad=pad,
             agree=agree,
+            turn=turn,
         )
         self.loader = loader
         self.reproducible = reproducible
         self._asks = rank == 0
         self._source = _open(loader, place)
-        self.loader_state = LoaderState(self._source, size)
+        warn_of_end = partial(warn_of_early_end, loader) if rank == 0 else None
+        self.loader_state = LoaderState(self._source, size, warn_of_end)
         self.per_rank_batch_size = self._source.per_rank_batch_size
         self.indexed = self._source.indexed
         self.exact = self._source.exact

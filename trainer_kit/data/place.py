@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ __all__ = [
     "refuse_batch_size",
     "restore_generators",
     "set_epoch",
+    "warn_of_early_end",
 ]
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -96,6 +98,7 @@ class Place:
     reproducible: bool = False
     pad: bool = False
     agree: Callable[[list[float]], list[list[float]]] | None = None
+    turn: int = 1
 
     @property
     def part(self) -> tuple[int, int]:
@@ -211,6 +214,15 @@ def set_epoch(epoch: int, *parts: Any) -> None:
         if id(part) not in seen and callable(found := getattr(part, "set_epoch", None)):
             found(epoch)
         seen.add(id(part))
+
+
+def warn_of_early_end(loader: Any, start: int) -> None:
+    """Warn that a loader has ended before the position of a resume, batch ``start``."""
+    warnings.warn(
+        f"this {kind_of(loader)} has ended before batch {start}, at which this resume continues: it has fewer data than"
+        " in the checkpoint, and the epoch counts as complete",
+        stacklevel=2,
+    )
 
 
 def refuse_batch_size(loader: Any, place: Place) -> None:

@@ -53,6 +53,7 @@ from trainer_kit.data.place import (
     refuse_batch_size,
     restore_generators,
     set_epoch,
+    warn_of_early_end,
 )
 from trainer_kit.data.sizes import BatchSizes
 
@@ -628,11 +629,13 @@ class StreamSource(Source):
             disable=not first_rank,
         )
         with preserved_rng():
-            for _ in bar:
-                pass
+            read = sum(1 for _ in bar)
         if first_rank:
+            # The last turn may be incomplete: its position lies beyond the end of the same data.
+            if read <= count - self.size * self.place.turn:
+                warn_of_early_end(self.given, start)
             warnings.warn(
-                f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, {count} batches were read and"
+                f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, {read} batches were read and"
                 f" discarded in {time.monotonic() - began:.1f} s. With state_dict() and load_state_dict(state) on"
                 f" {self._owner()} a resume does not read them",
                 stacklevel=2,

@@ -7,7 +7,7 @@ from typing import Any
 
 from trainer_kit.step.run import Fit
 
-__all__ = ["compare_data"]
+__all__ = ["compare_data", "describe_changes"]
 
 
 def compare_data(run: Fit, saved: Sequence[Mapping[str, Any]] | None) -> None:
@@ -26,14 +26,33 @@ def compare_data(run: Fit, saved: Sequence[Mapping[str, Any]] | None) -> None:
             f" {length.expected} now: it counts as complete, and training continues with epoch {progress.epoch + 1}"
         )
         return
-    facts = run.windows.feed.facts
-    if saved is None or len(saved) != len(facts):
-        return
-    for before, now in zip(saved, facts, strict=True):
-        for change in _changes(before, now):
-            run.say(
-                f"{change}: the rest of epoch {progress.epoch} may repeat samples or leave some out"
-            )
+    for line in describe_changes(saved, run.windows.feed.facts, progress.epoch):
+        run.say(line)
+
+
+def describe_changes(
+    saved: Sequence[Mapping[str, Any]] | None, now: Sequence[Mapping[str, Any]], epoch: int
+) -> list[str]:
+    """Return a line for each change of the data inside an epoch.
+
+    Args:
+        saved: the facts of the data in the checkpoint; None in an older one.
+        now: the facts of the data of this run, see `Feed.facts`.
+        epoch: the epoch that the checkpoint lies in.
+
+    Example:
+        >>> before, now = {"size": 8, "unit": "samples"}, {"size": 9, "unit": "samples"}
+        >>> describe_changes([before], [now], epoch=0)[0].partition(":")[0]
+        'the training data have 9 samples, and had 8 in the checkpoint'
+    """
+    if saved is None or len(saved) != len(now):
+        return []
+    pairs = zip(saved, now, strict=True)
+    changes = [change for pair in pairs for change in _changes(*pair)]
+    return [
+        f"{change}: the rest of epoch {epoch} may repeat samples or leave some out"
+        for change in changes
+    ]
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
