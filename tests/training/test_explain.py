@@ -14,7 +14,7 @@ from trainer_kit import Callback, DataModule, Trainer, TrainModule
 from trainer_kit.callbacks import GradientAccumulation
 from trainer_kit.core.errors import ConfigurationError
 from trainer_kit.strategies import FSDPStrategy, MeshStrategy
-from trainer_kit.training.explain import mesh_picture
+from trainer_kit.training.mesh_picture import mesh_picture
 
 
 class Net(TrainModule):

@@ -9,7 +9,14 @@ from torch.optim import Optimizer
 
 from trainer_kit.core.errors import ConfigurationError, did_you_mean
 
-__all__ = ["Argument", "Elsewhere", "FitLoop", "OptimizersOfFit", "PredictLoop", "missing"]
+__all__ = [
+    "Argument",
+    "Elsewhere",
+    "FitLoop",
+    "OptimizersOfFit",
+    "PredictLoop",
+    "missing_attribute",
+]
 
 
 class _Limited(Protocol):
@@ -32,7 +39,7 @@ class _View:
     _trainer: _Limited
 
     def __init__(self, trainer: _Limited) -> None:
-        vars(self)["_trainer"] = trainer
+        vars(self)["_trainer"] = trainer  # `__setattr__` takes properties only
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -40,7 +47,7 @@ class _View:
             " and arguments of the Trainer and hooks change what it does"
         )
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if isinstance(getattr(type(self), name, None), property):
             super().__setattr__(name, value)
         else:
@@ -112,10 +119,10 @@ class Elsewhere:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, instance: Any, owner: type | None = None) -> NoReturn:
+    def __get__(self, instance: object, owner: type | None = None) -> NoReturn:
         raise AttributeError(f"the Trainer has no {self._name}: {self._instead}")
 
-    def __set__(self, instance: Any, value: Any) -> NoReturn:
+    def __set__(self, instance: object, value: object) -> NoReturn:
         self.__get__(instance)
 
 
@@ -127,9 +134,11 @@ class Argument:
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else instance.arguments[self._name]
+        if instance is None:
+            return self
+        return instance.arguments[self._name]
 
-    def __set__(self, instance: Any, value: Any) -> NoReturn:
+    def __set__(self, instance: object, value: object) -> NoReturn:
         raise AttributeError(f"{self._name} cannot be set: pass it to a new Trainer")
 
 
@@ -137,7 +146,7 @@ class Argument:
 class OptimizersOfFit(list[Optimizer]):
     """The optimizers of a fit; to replace one of them, all are set together."""
 
-    def __setitem__(self, *given: Any) -> NoReturn:
+    def __setitem__(self, *item: object) -> NoReturn:
         raise ConfigurationError(
             "the optimizers of a run must be set together",
             found="trainer.optimizers[...] = ...",
@@ -145,14 +154,21 @@ class OptimizersOfFit(list[Optimizer]):
         )
 
 
-def missing(trainer: object, name: str, former_methods: Mapping[str, str]) -> AttributeError:
+def missing_attribute(
+    trainer: object, name: str, former_methods: Mapping[str, str]
+) -> AttributeError:
     """The error for an attribute that a Trainer lacks; it names the replacement or the nearest name."""
-    fix = "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
-    if not name.startswith("_"):
-        known = [one for one in dir(type(trainer)) if not one.startswith("_")]
-        fix = former_methods.get(name) or did_you_mean(
-            name, known, "dir(trainer) lists its attributes"
-        )
-    return AttributeError(
-        str(ConfigurationError(f"the Trainer has no attribute {name!r}", fix=fix))
+    error = ConfigurationError(
+        f"the Trainer has no attribute {name!r}", fix=_replacement(trainer, name, former_methods)
     )
+    return AttributeError(str(error))
+
+
+def _replacement(trainer: object, name: str, former_methods: Mapping[str, str]) -> str:
+    """What to use instead of an attribute that a Trainer lacks."""
+    if name.startswith("_"):
+        return "a private attribute of Lightning's; hooks, trainer.progress and callback_metrics are public"
+    if name in former_methods:
+        return former_methods[name]
+    public_names = [attribute for attribute in dir(type(trainer)) if not attribute.startswith("_")]
+    return did_you_mean(name, public_names, "dir(trainer) lists its attributes")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence, Sized
 from typing import Any, Final, cast
 
 from lightning_utilities.core.overrides import is_overridden
@@ -57,14 +57,14 @@ def training_feed(
     """
     batch_size = None
     if settings.global_batch_size is not None:
-        parts = group.size * window
-        if settings.global_batch_size % parts:
+        batches_per_step = group.size * window
+        if settings.global_batch_size % batches_per_step:
             raise DataError(
                 "the global batch cannot be divided evenly",
                 found=f"global_batch_size={settings.global_batch_size} over {group.size} ranks x {window} batches",
-                fix=f"use a multiple of {parts}",
+                fix=f"use a multiple of {batches_per_step}",
             )
-        batch_size = settings.global_batch_size // parts
+        batch_size = settings.global_batch_size // batches_per_step
     if settings.overfit:
         loaders = _unshuffled(loaders)
     feed = Feed(
@@ -85,7 +85,6 @@ def evaluation_feeds(
     loaders: Any, stage: str, settings: Settings, group: Group, seed: int
 ) -> tuple[list[Feed], list[EpochLength]]:
     """This rank's share of every evaluation loader, and how many micro-batches are read from each."""
-    several = _one_after_the_other(loaders)
     name = NAMES[stage]
     limit = settings.limits[name]
     if settings.overfit and stage == "validate":
@@ -101,11 +100,11 @@ def evaluation_feeds(
             ordered=True,
             agree=group.agree,
         )
-        for loader in several
+        for loader in _list_loaders(loaders)
     ]
-    return feeds, [
-        epoch_length(feed.length, feed.exact, limit, f"limit_{name}_batches") for feed in feeds
-    ]
+    argument = f"limit_{name}_batches"
+    lengths = [epoch_length(feed.length, feed.exact, limit, argument) for feed in feeds]
+    return feeds, lengths
 
 
 def agreed_length(length: EpochLength, group: Group) -> EpochLength:
@@ -116,19 +115,24 @@ def agreed_length(length: EpochLength, group: Group) -> EpochLength:
     """
     if group.size == 1:
         return length
-    unknown = math.inf
-    expected = unknown if length.expected is None else length.expected
-    limit = unknown if length.limit is None else length.limit
-    rows = group.agree([expected, limit, not length.certain])
-    longest, furthest, uncertain = map(max, zip(*rows, strict=True))
+    numbers = [_count(length.expected), _count(length.limit), not length.certain]
+    expected, limit, uncertain = map(max, zip(*group.agree(numbers), strict=True))
     return EpochLength(
-        expected=None if math.isinf(longest) else int(longest),
-        limit=None if math.isinf(furthest) else int(furthest),
-        certain=not uncertain,
+        expected=_known_count(expected), limit=_known_count(limit), certain=not uncertain
     )
 
 
-def _one_after_the_other(loaders: Any) -> list[Any]:
+def _count(batches: int | None) -> float:
+    """A number of batches as ranks exchange it: infinite if it is unknown."""
+    return math.inf if batches is None else batches
+
+
+def _known_count(batches: float) -> int | None:
+    """The inverse of `_count`."""
+    return None if math.isinf(batches) else int(batches)
+
+
+def _list_loaders(loaders: Any) -> list[Any]:
     """The loaders of an evaluation, as a list: the contents of a container or a sequential `CombinedLoader`."""
     if is_tree(loaders):
         loaders = CombinedLoader(loaders, "sequential")
@@ -157,26 +161,22 @@ def mover(
     datamodule: Any,
     strategy: Strategy,
     precision: Precision,
-    whole: bool = False,
+    whole_batches: bool = False,
 ) -> tuple[Callable[..., Any] | None, bool]:
     """The function that moves a batch to the device, or None if it has nothing to do; and whether it may prefetch.
 
-    ``whole``: do not split the batch among ranks that share it.
+    ``whole_batches``: do not split the batch among ranks that share it.
     """
     owners = [owner for owner in (datamodule, module) if owner is not None]
-
-    def hook(name: str) -> Callable[..., Any] | None:
-        return next(
-            (getattr(owner, name) for owner in owners if is_overridden(name, owner, DataHooks)),
-            None,
-        )
-
-    before, transfer = hook("on_before_batch_transfer"), hook("transfer_batch_to_device")
-    after, device = hook("on_after_batch_transfer"), strategy.device
-    hooked = (before, transfer, after) != (None, None, None)
-    moves, part = device.type != "cpu", None if whole else strategy.shard_batch
+    before = _overridden_hook("on_before_batch_transfer", owners)
+    transfer = _overridden_hook("transfer_batch_to_device", owners)
+    after = _overridden_hook("on_after_batch_transfer", owners)
+    has_hooks = before is not None or transfer is not None or after is not None
+    device = strategy.device
+    moves = device.type != "cpu"
+    shard = None if whole_batches else strategy.shard_batch
     convert = precision.convert_batch if precision.converts_batch else None
-    if not hooked and not moves and convert is None and part is None:
+    if not has_hooks and not moves and convert is None and shard is None:
         return None, False
 
     def move(batch: Any, loader: int = 0) -> Any:
@@ -190,6 +190,17 @@ def mover(
             batch = convert(batch)
         if after is not None:
             batch = after(batch, loader)
-        return batch if part is None else part(batch)
+        if shard is not None:
+            batch = shard(batch)
+        return batch
 
-    return move, moves and not hooked
+    # Hooks of users run when their batch is due, not ahead of it.
+    return move, moves and not has_hooks
+
+
+def _overridden_hook(name: str, owners: Sequence[object]) -> Callable[..., Any] | None:
+    """The hook of the first owner that overrides it, or None."""
+    for owner in owners:
+        if is_overridden(name, owner, DataHooks):
+            return cast("Callable[..., Any]", getattr(owner, name))
+    return None

@@ -15,41 +15,41 @@ from trainer_kit.core.errors import TrainerKitError, add_note, printable
 __all__ = ["note_mistakes"]
 
 _STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
-_TWICE: Final = "backward through the graph a second time"
-_ELSEWHERE: Final = (
+_SECOND_BACKWARD: Final = "backward through the graph a second time"
+_DEVICE: Final = (
     "the Trainer moves the module and each batch to its device: leave out .cuda() and .to(...)"
 )
-_UNEVEN: Final = (
+_COLLATE: Final = (
     "the samples of a batch have different lengths: pass DataLoader(collate_fn=...) a function that pads them, such as"
     " DataCollatorWithPadding(tokenizer) of Transformers, or one that calls torch.nn.utils.rnn.pad_sequence"
 )
-_WHOLE: Final = "a step takes a batch as one argument: x, y = batch; lists become tensors in the loader's collate_fn"
-_DOUBLE: Final = (
+_UNPACK: Final = "a step takes a batch as one argument: x, y = batch; lists become tensors in the loader's collate_fn"
+_DTYPE: Final = (
     "weights are float32, data from NumPy or a table often float64 or whole numbers: convert them with .float(),"
     ' or train with precision="64-true"'
 )
 _CLASSES: Final = "the loss takes the numbers of classes as whole numbers: y.long()"
-_ONE: Final = "the loss, and a value that .item() reads, is one number: use its .mean()"
+_SCALAR: Final = "the loss, and a value that .item() reads, is one number: use its .mean()"
 _MISTAKES: Final = (
-    ("not compiled with CUDA", _ELSEWHERE),
-    ("no NVIDIA driver", _ELSEWHERE),
-    ("to be on the same device", f"{_ELSEWHERE}; make new tensors with device=self.device"),
-    ("batch should be of equal size", _UNEVEN),
-    ("stack expects each tensor to be equal size", _UNEVEN),
-    ("must be Tensor, not list", _WHOLE),
-    ("must be Tensor, not tuple", _WHOLE),
-    ("mat1 and mat2 must have the same dtype", _DOUBLE),
+    ("not compiled with CUDA", _DEVICE),
+    ("no NVIDIA driver", _DEVICE),
+    ("to be on the same device", f"{_DEVICE}; make new tensors with device=self.device"),
+    ("batch should be of equal size", _COLLATE),
+    ("stack expects each tensor to be equal size", _COLLATE),
+    ("must be Tensor, not list", _UNPACK),
+    ("must be Tensor, not tuple", _UNPACK),
+    ("mat1 and mat2 must have the same dtype", _DTYPE),
     ("expected target dtype to be Long", _CLASSES),
     ("expected scalar type Long", _CLASSES),
-    ("elements cannot be converted to Scalar", _ONE),
-    ("created only for scalar outputs", _ONE),
+    ("elements cannot be converted to Scalar", _SCALAR),
+    ("created only for scalar outputs", _SCALAR),
     (
         "TrainModule.log() missing 1 required",
         "self.log(name, value) takes one value, self.log_dict(values) a dict",
     ),
 )
-"""Words of an exception from a step or a loader, and the note for them."""
-_LONGEST: Final = 400  # characters of a description
+"""A phrase in the message of an exception from a step or a loader, and the note for it."""
+_MAX_LENGTH: Final = 400  # characters of a description
 
 
 def note_mistakes(error: BaseException, module: Any) -> None:
@@ -65,23 +65,20 @@ def note_mistakes(error: BaseException, module: Any) -> None:
         return
     with suppress(Exception):  # a batch or a layer that cannot be described must not hide the error
         frames = list(_frames(error.__traceback__))
-        at = next((i for i, frame in enumerate(frames) if _is_step(frame, module)), None)
-        if at is not None:
-            add_note(error, _described(frames[at], frames[at + 1 :], module))
+        for index, frame in enumerate(frames):
+            if _is_step(frame, module):
+                add_note(error, _describe_step(frame, frames[index + 1 :], module))
+                break
         text = str(error)
-        if (
-            "is not iterable" in text
-            and frames
-            and isinstance(frames[-1].f_locals.get("self"), Optimizer)
-        ):
+        if "is not iterable" in text and frames and _is_in_optimizer(frames[-1]):
             add_note(
                 error,
                 "an optimizer takes parameters, not their module: self.net.parameters(), with parentheses",
             )
-        if _TWICE in text:
-            add_note(error, _twice(module))
-        for words, note in _MISTAKES:
-            if words in text:
+        if _SECOND_BACKWARD in text:
+            add_note(error, _explain_second_backward(module))
+        for phrase, note in _MISTAKES:
+            if phrase in text:
                 add_note(error, note)
                 break
 
@@ -93,46 +90,55 @@ def _frames(traceback: TracebackType | None) -> Iterator[FrameType]:
 
 
 def _is_step(frame: FrameType, module: Any) -> bool:
+    if frame.f_code.co_name not in _STEPS:
+        return False
     names = frame.f_code.co_varnames
-    return (
-        frame.f_code.co_name in _STEPS and len(names) > 1 and frame.f_locals.get(names[0]) is module
-    )
+    return len(names) > 1 and frame.f_locals.get(names[0]) is module
 
 
-def _described(step: FrameType, inner: list[FrameType], module: nn.Module) -> str:
-    names = {id(part): name for name, part in module.named_modules() if name}
-    failed = [frame.f_locals.get("self") for frame in inner]
-    layers = [part for part in failed if isinstance(part, nn.Module) and id(part) in names]
-    where = f"in {type(module).__name__}.{step.f_code.co_name}"
-    if layers:
-        layer = layers[-1]
-        where += f", module {names[id(layer)]!r}: {type(layer).__name__}({printable(layer.extra_repr(), 200)})"
-    _, batch, *rest = (
-        step.f_code.co_varnames
-    )  # self, batch, batch_idx, and other locals of the step
-    index = step.f_locals.get(rest[0]) if step.f_code.co_argcount > 2 else None
-    number = f" {index}" if isinstance(index, int) else ""
+def _is_in_optimizer(frame: FrameType) -> bool:
+    return isinstance(frame.f_locals.get("self"), Optimizer)
+
+
+def _describe_step(step: FrameType, inner_frames: list[FrameType], module: nn.Module) -> str:
+    """The step, the innermost layer that the exception passed through, and the shapes of the batch."""
+    description = f"in {type(module).__name__}.{step.f_code.co_name}"
+    names = {id(layer): name for name, layer in module.named_modules() if name}
+    for frame in reversed(inner_frames):
+        layer = frame.f_locals.get("self")
+        if isinstance(layer, nn.Module) and id(layer) in names:
+            settings = printable(layer.extra_repr(), 200)
+            description += f", module {names[id(layer)]!r}: {type(layer).__name__}({settings})"
+            break
+    _, batch, *other_names = step.f_code.co_varnames  # self, batch, batch_idx, and local variables
     if batch not in step.f_locals:  # deleted
-        return where
-    return f"{where}; batch{number}: {printable(_shapes(step.f_locals[batch]), _LONGEST)}"
+        return description
+    number = ""
+    if step.f_code.co_argcount > 2:
+        index = step.f_locals.get(other_names[0])
+        number = f" {index}" if isinstance(index, int) else ""
+    shapes = printable(_describe_shapes(step.f_locals[batch]), _MAX_LENGTH)
+    return f"{description}; batch{number}: {shapes}"
 
 
-def _shapes(value: Any) -> str:
+def _describe_shapes(value: object) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{name!r}: {_shapes(part)}' for name, part in list(value.items())[:20])}}}"
+        items = [f"{name!r}: {_describe_shapes(item)}" for name, item in list(value.items())[:20]]
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, (list, tuple)):
-        return f"{type(value).__name__} of {len(value)}: ({', '.join(map(_shapes, value[:10]))})"
+        items = [_describe_shapes(item) for item in value[:10]]
+        return f"{type(value).__name__} of {len(value)}: ({', '.join(items)})"
     return type(value).__name__
 
 
-def _twice(module: Any) -> str:
+def _explain_second_backward(module: Any) -> str:
     name = type(module).__name__
-    own = (
-        f"the Trainer calls backward on the loss that {name}.training_step returns: remove backward() from the step, or"
-        " set self.automatic_optimization = False and call self.manual_backward(loss) once"
-        if module.automatic_optimization
-        else f"{name}.training_step calls backward on one loss more than once"
-    )
-    return f"{own}; or the loss reaches back into the graph of an earlier batch: detach what the module keeps"
+    cause = f"{name}.training_step calls backward on one loss more than once"
+    if module.automatic_optimization:
+        cause = (
+            f"the Trainer calls backward on the loss that {name}.training_step returns: remove backward() from the"
+            " step, or set self.automatic_optimization = False and call self.manual_backward(loss) once"
+        )
+    return f"{cause}; or the loss reaches back into the graph of an earlier batch: detach what the module keeps"

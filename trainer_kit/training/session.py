@@ -58,7 +58,7 @@ from trainer_kit.training.attributes import (
     FitLoop,
     OptimizersOfFit,
     PredictLoop,
-    missing,
+    missing_attribute,
 )
 from trainer_kit.training.loaders import training_feed
 from trainer_kit.training.settings import Settings
@@ -921,7 +921,7 @@ class Session:
                 type(self)
             ):  # a property has raised an AttributeError
                 return object.__getattribute__(self, name)
-            raise missing(self, name, self.former_methods)
+            raise missing_attribute(self, name, self.former_methods)
 
     validate_loop = Elsewhere(
         "trainer.validate returns the values; trainer.validating and callback_metrics are there in a hook"

@@ -64,24 +64,42 @@ class Settings:
             counting: decides the micro-batches of a step for each epoch; None: they stay the same.
         """
 
-        def of(found: float) -> float:
-            return found if found == math.inf else math.ceil(found / accumulation)
-
-        limits: list[float] = [] if self.max_steps is None else [self.max_steps]
-        duration, epochs = self.max_duration, self.max_epochs
+        limits: list[float] = []
+        if self.max_steps is not None:
+            limits.append(self.max_steps)
+        duration = self.max_duration
         if duration is not None and duration.unit == "st":
             limits.append(duration.value)
         elif duration is not None and duration.unit == "ba":
-            whole, rest = (
-                divmod(duration.value, batches) if 0 < batches < math.inf else (0, duration.value)
-            )
-            limits.append(of(rest) + (int(whole) * of(batches) if whole else 0))
-        if epochs is not None and (counting is None or batches in (0, math.inf)):
-            limits.append(of(batches) * epochs if epochs else 0)
-        elif epochs is not None and counting is not None:
-            lengths = map(counting.get_accumulate_grad_batches, range(epochs))
-            limits.append(sum(math.ceil(batches / length) for length in lengths))
+            limits.append(_steps_of_batches(duration.value, batches, accumulation))
+        if self.max_epochs is not None:
+            limits.append(_steps_of_epochs(self.max_epochs, batches, accumulation, counting))
         return min(limits, default=math.inf)
+
+
+def _window_count(batches: float, accumulation: int) -> float:
+    """The number of accumulation windows of so many micro-batches; the last one may be short."""
+    return batches if batches == math.inf else math.ceil(batches / accumulation)
+
+
+def _steps_of_batches(limit: float, epoch_batches: float, accumulation: int) -> float:
+    """The optimizer steps of ``limit`` micro-batches: each epoch ends its last window early."""
+    if not 0 < epoch_batches < math.inf:
+        return _window_count(limit, accumulation)
+    epochs, last_batches = divmod(limit, epoch_batches)
+    steps_per_epoch = _window_count(epoch_batches, accumulation)
+    return _window_count(last_batches, accumulation) + int(epochs) * steps_per_epoch
+
+
+def _steps_of_epochs(
+    epochs: int, epoch_batches: float, accumulation: int, counting: SetsAccumulation | None
+) -> float:
+    if not epochs:
+        return 0
+    if counting is None or epoch_batches in (0, math.inf):
+        return _window_count(epoch_batches, accumulation) * epochs
+    lengths = map(counting.get_accumulate_grad_batches, range(epochs))
+    return sum(math.ceil(epoch_batches / length) for length in lengths)
 
 
 def make_settings(
@@ -119,29 +137,30 @@ def make_settings(
         ("global_batch_size", switches["global_batch_size"], 1),
     ):
         _at_least(name, value, least)
-    chosen = {
-        name: _fraction(f"limit_{name}_batches", 1.0 if v is None else v)
-        for name, v in limits.items()
+    checked_limits = {
+        name: _fraction(f"limit_{name}_batches", 1.0 if limit is None else limit)
+        for name, limit in limits.items()
     }
     epochs, duration = _length(
         max_epochs, max_duration, bounded=max_steps >= 0 or max_time is not None
     )
     if fast:
         epochs, max_steps, duration = 1, fast, None
-        chosen = dict.fromkeys(chosen, fast)
+        checked_limits = dict.fromkeys(checked_limits, fast)
     every = _interval(
         1.0 if val_check_interval is None else val_check_interval, across_epochs=val_epochs is None
     )
+    sanity_steps = 2 if num_sanity_val_steps is None else num_sanity_val_steps
     return Settings(
         max_epochs=epochs,
         max_steps=None if max_steps < 0 else max_steps,
         max_duration=duration,
         min_epochs=min_epochs or 0,
         min_steps=min_steps or 0,
-        limits=chosen,
+        limits=checked_limits,
         validate_every=1.0 if fast else every,
         validate_epochs=1 if fast else val_epochs,
-        sanity_steps=0 if fast else 2 if num_sanity_val_steps is None else num_sanity_val_steps,
+        sanity_steps=0 if fast else sanity_steps,
         log_every=50 if log_every is None else log_every,
         clip=_clip(clip_val, clip_algorithm),
         overfit=0 if fast else _fraction("overfit_batches", overfit_batches),
@@ -178,13 +197,13 @@ def check_switches(
 
 
 def _check_compile(options: Mapping[Any, Any]) -> None:
-    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    unknown = [name for name in options if name not in known]
+    parameters = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
+    unknown = [name for name in options if name not in parameters]
     if unknown:
         raise ConfigurationError(
             "compile holds arguments of torch.compile",
             found=f"compile={dict(options)!r}",
-            fix=did_you_mean(str(unknown[0]), [*known, "regional"]),
+            fix=did_you_mean(str(unknown[0]), [*parameters, "regional"]),
         )
     if not options:
         return
@@ -225,35 +244,41 @@ def _length(
         )
     if duration is not None and duration.unit == "ep":
         epochs = int(duration.value)
-        return epochs if max_epochs in (None, -1) else min(epochs, max_epochs), None
+        if max_epochs is not None and max_epochs != -1:
+            epochs = min(epochs, max_epochs)
+        return epochs, None
     if max_epochs is None and duration is None and not bounded:
         return 1000, None
     return None if max_epochs == -1 else max_epochs, duration
 
 
 def _clip(value: float | None, algorithm: str | None) -> tuple[float, str] | None:
-    if value is not None and not (
-        isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
-    ):
+    if value is not None and not _is_clip_value(value):
         raise ConfigurationError("gradient_clip_val is a number from 0", found=repr(value))
     if algorithm not in (None, "norm", "value"):
         raise ConfigurationError(
             "unknown gradient_clip_algorithm", found=repr(algorithm), fix="use norm or value"
         )
-    return (value, algorithm or "norm") if value else None
+    if not value:
+        return None
+    return value, algorithm or "norm"
+
+
+def _is_clip_value(value: object) -> bool:
+    return isinstance(value, (int, float)) and value >= 0 and math.isfinite(value)
 
 
 def _at_least(name: str, value: Any, least: int) -> None:
     if value is None and name not in ("max_steps", "num_nodes"):
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        fix = _number_meant(name, value) if isinstance(value, str) else None
+        fix = _suggest_number(name, value) if isinstance(value, str) else None
         raise ConfigurationError(
             f"{name} must be a whole number from {least}", found=repr(value), fix=fix
         )
 
 
-def _number_meant(name: str, value: str) -> str | None:
+def _suggest_number(name: str, value: str) -> str | None:
     """The fix to suggest for a string that holds a number or a duration."""
     if value.strip().lstrip("-").isdecimal():
         return f"{name}={value.strip()}"
@@ -263,19 +288,21 @@ def _number_meant(name: str, value: str) -> str | None:
         return None
     if name in ("max_epochs", "max_steps"):
         return f"max_duration={value!r}"
-    return f"{name}={length.value:g}" if length.unit in ("ep", "st", "ba", "sp") else None
+    if length.unit in ("ep", "st", "ba", "sp"):
+        return f"{name}={length.value:g}"
+    return None
 
 
 def _fraction(name: str, value: Any) -> int | float:
-    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    part = isinstance(value, float) and 0.0 <= value <= 1.0
-    if not (whole or part):
+    is_count = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    is_fraction = isinstance(value, float) and 0.0 <= value <= 1.0
+    if not (is_count or is_fraction):
         raise ConfigurationError(
             f"{name} must be a number of batches or a fraction",
             found=repr(value),
             fix="pass an int from 0, or a float from 0.0 to 1.0",
         )
-    return value  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]  # checked above
 
 
 def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duration:
@@ -288,8 +315,8 @@ def _interval(value: DurationLike, across_epochs: bool) -> int | float | Duratio
                 fix="use batches, steps, samples or time",
             )
         return interval
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not value > 0 or (isinstance(value, float) and value > 1.0):
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not value > 0 or (isinstance(value, float) and value > 1.0):
         raise ConfigurationError(
             "val_check_interval is a number of batches or a fraction of the epoch",
             found=repr(value),
@@ -322,7 +349,8 @@ def plain_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return masked
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
+    """A value as JSON can hold it."""
     if isinstance(value, Enum):
         return value.name
     if value is None or isinstance(value, (bool, int, float, str)):
