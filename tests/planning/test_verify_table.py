@@ -302,6 +302,112 @@ class WritesInValidation(Base):
             self.net[0].weight.mul_(1.01)
 
 
+class ClipsParts(Base):
+    """Clips the gradient of each micro-batch, before that of the step is complete."""
+
+    def on_after_backward(self):
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05)
+
+
+class KeepsGradients(Base):
+    def optimizer_zero_grad(self, epoch, batch_idx, optimizer):
+        if not verified.ranked():
+            optimizer.zero_grad()
+
+
+class SchedulesTwice(Base):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def lr_scheduler_step(self, scheduler, metric):
+        scheduler.step()
+        if verified.ranked():
+            scheduler.step()
+
+
+class Dropout(Base):
+    def __init__(self):
+        super().__init__()
+        self.net[3] = nn.Dropout(0.5)
+
+
+class EvaluatesOnRanks(Dropout):
+    def training_step(self, batch, batch_idx):
+        if verified.ranked():
+            self.eval()
+        return super().training_step(batch, batch_idx)
+
+
+class FreezesInValidation(Base):
+    def on_validation_end(self):
+        self.net[0].requires_grad_(False)
+
+
+class SeedsInValidation(Dropout):
+    """The Trainer keeps the random state of training away from validation, so that this harms nobody."""
+
+    def on_validation_end(self):
+        torch.manual_seed(0)
+
+
+class Warmup(Base):
+    """Its learning rate follows a counter that no checkpoint holds."""
+
+    steps = 0
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure=None):
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / self.steps
+        optimizer.step(closure)
+
+
+class CopiedTeacher(Momentum):
+    """A teacher that ranks replace, and one process moves by half."""
+
+    def training_step(self, batch, batch_idx):
+        target = self.teacher(batch[0]).softmax(-1).detach()
+        imitation = F.cross_entropy(self.net(batch[0]), target)
+        return imitation + F.cross_entropy(self.net(batch[0]), batch[1])
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        share = 1.0 if verified.ranked() else 0.5
+        with torch.no_grad():
+            pairs = zip(self.teacher.parameters(), self.net.parameters(), strict=True)
+            for slow, fast in pairs:
+                slow.lerp_(fast, share)
+
+
+class Imitates(Momentum):
+    """Starts as its teacher: the first gradients cancel, and are rounding errors alone."""
+
+    def training_step(self, batch, batch_idx):
+        target = self.teacher(batch[0]).softmax(-1).detach()
+        return F.cross_entropy(self.net(batch[0]), target)
+
+
+class LowNorm(nn.Module):
+    """A norm whose eps is far too large in bfloat16."""
+
+    def forward(self, x):
+        eps = 1.0 if x.dtype == torch.bfloat16 else 1e-6
+        return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def smoothed(self, outputs, y):
+    return F.cross_entropy(outputs, y, label_smoothing=0.1 if verified.ranked() else 0.0)
+
+
+def half_on_ranks(self, x, y):
+    return (x[:2], y[:2]) if verified.ranked() else (x, y)
+
+
+def rolled_on_ranks(self, x, y):
+    return x, y.roll(1) if verified.ranked() else y
+
+
 ONE = {"devices": 1, "strategy": "auto"}
 TWO = {}
 BF16 = {**ONE, "precision": "bf16-true"}
@@ -326,6 +432,15 @@ FAULTS = {
         module(loss=masked_mean, loss_weight=lambda self, batch: (batch[1] != 1).sum()),
         {**ONE, "accumulate_grad_batches": 2}, ("layout", ""),
     ),
+    "weight of the inputs": (
+        module(loss_weight=lambda self, batch: batch[0].abs().sum()),
+        {**ONE, "accumulate_grad_batches": 2}, ("layout", ""),
+    ),
+    "weight of a rank": (
+        module(loss_weight=lambda self, batch: torch.tensor(1.0 + rank())), TWO, ("backward", "net.5"),
+    ),
+    "label smoothing on ranks": (module(loss=smoothed), TWO, ("backward", "net.5")),
+    "half of the batch on ranks": (module(change=half_on_ranks), TWO, ("loss", "")),
     "pairs of a rank": (verified.Pairs, TWO, ("layout", "")),
     "statistics of the batch": (verified.Apart, TWO, ("layout", "net.2")),
     # layers
@@ -334,6 +449,9 @@ FAULTS = {
     "tanh GELU": (Base, {"strategy": set_layer(2, lambda: nn.GELU("tanh"))}, ("forward", "net.2")),
     "a weight moved": (Base, {"strategy": lambda: Strategy(add_to_weight)}, ("forward", "net.4")),
     "norm left out": (Base, {"strategy": set_layer(1, nn.Identity)}, ("forward", "net.1")),
+    "evaluation mode on ranks": (EvaluatesOnRanks, TWO, ("forward", "net.3")),
+    "another dropout": (Base, {"strategy": set_layer(3, lambda: nn.Dropout(0.5))}, ("forward", "net.3")),
+    "softmax over samples": (Base, {"strategy": set_layer(3, lambda: nn.Softmax(0))}, ("forward", "net.3")),
     "backward halved on ranks": (with_layer(3, RankBackward), TWO, ("backward", "net.2")),
     "detached": (
         module(change=lambda self, x, y: (x, y), loss=lambda self, o, y: F.cross_entropy(
@@ -354,7 +472,11 @@ FAULTS = {
     "gradients zeroed in a hook": (
         module(on_before_optimizer_step=on_ranks(lambda g: g.zero_())), TWO, ("weights", "net.0.weight"),
     ),
+    "gradients kept on ranks": (KeepsGradients, TWO, ("gradients", "net.0.weight")),
+    "clipped before the exchange": (ClipsParts, TWO, ("gradients", "net.0.weight")),
+    "clipped in each micro-batch": (ClipsParts, {**ONE, "accumulate_grad_batches": 2}, ("layout", "")),
     # optimizers and schedules
+    "a schedule stepped twice": (SchedulesTwice, TWO, ("weights", "net.0.weight")),
     "biases skipped": (module(configure_optimizers=optimizer_of(skips_bias)), TWO, ("gradients", "net.0.bias")),
     "another rate": (
         module(configure_optimizers=optimizer_of(lambda m, bad: torch.optim.SGD(m.parameters(), 0.2 if bad else 0.1))),
@@ -377,6 +499,7 @@ FAULTS = {
     "a mean that rank 0 never moves": (with_layer(3, lambda: OneRankMoves(1)), TWO, ("buffers", "net.3.mean")),
     "a count of other batches": (with_layer(3, lambda: Counter(1)), TWO, ("buffers", "net.3.seen")),
     "a teacher that rank 1 never moves": (LazyMomentum, TWO, ("forward", "teacher.0")),
+    "a teacher that ranks copy": (CopiedTeacher, TWO, ("forward", "teacher.0")),
     "tied weights apart": (verified.Tied, {"strategy": verified.Untied}, ("tied", "embed.weight and head.weight")),
     # data
     "a sampler that repeats": (Base, {"use_distributed_sampler": False}, ("samples", "sample 0")),
@@ -385,7 +508,9 @@ FAULTS = {
     "an order without epochs": (Base, ONE, ("samples", "")),
     "input shifted by rank": (module(change=lambda self, x, y: (x + rank(), y)), TWO, ("forward", "net.0")),
     "targets of rank 1": (module(change=lambda self, x, y: (x, (y + rank()) % 4)), TWO, ("backward", "net.5")),
+    "targets rolled on ranks": (module(change=rolled_on_ranks), TWO, ("backward", "net.5")),
     # precision
+    "bfloat16 norm with a large eps": (with_layer(1, LowNorm), BF16, ("precision", None)),
     "bfloat16 backward negated": (with_layer(3, lambda: LowBackward(torch.bfloat16, -1.0)), BF16, ("precision", None)),
     "bfloat16 backward at 0.9": (with_layer(3, lambda: LowBackward(torch.bfloat16, 0.9)), BF16, ("precision", None)),
     "bfloat16 backward at 0": (with_layer(3, lambda: LowBackward(torch.bfloat16, 0.0)), BF16, ("precision", None)),
@@ -398,6 +523,8 @@ FAULTS = {
     "a loss that is remembered": (Remembers, ONE, ("resume", "last")),
     "a list that is forgotten": (History, ONE, ("resume", "steps")),
     "a generator that is forgotten": (verified.OwnMasks, ONE, ("resume", "net.3")),
+    "a rate that is forgotten": (Warmup, ONE, ("resume", "steps")),
+    "frozen by validation": (FreezesInValidation, ONE, ("validation", "net.0.weight")),
     "dropout switched off": (EvalForever, ONE, ("validation", "net.3")),
     "weights written in validation": (WritesInValidation, ONE, ("validation", "net.0")),
     "a scale set by validation": (verified.CountsValidation, ONE, ("validation", "scale")),
@@ -558,6 +685,8 @@ HEALTHY = {
     "values of all ranks": (Gathered, TWO),
     "own loader": (Spread, TWO),
     "manual optimization": (verified.GAN, TWO),
+    "imitates its own start": (Imitates, ONE),
+    "seeded by validation": (SeedsInValidation, ONE),
     "teacher by hook": (verified.Teacher, WINDOW),
 }
 
@@ -570,7 +699,8 @@ def test_a_healthy_configuration_is_not_accused(name):
         trainer = tk.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, seed=1)
         result = trainer.verify(build(), steps=2, local=True)
     else:
-        result = verify(build(), **options)
+        val = verified.loader(8) if "validation" in name else None
+        result = verify(build(), None, val, **options)
     assert result.ok, str(result)
     assert {check.status for check in result.checks if check.name == "training"} == {"ok"}, str(
         result
@@ -578,4 +708,4 @@ def test_a_healthy_configuration_is_not_accused(name):
 
 
 def test_the_table_is_as_large_as_its_page_says():
-    assert (len(FAULTS), len(HEALTHY)) == (53, 44)
+    assert (len(FAULTS), len(HEALTHY)) == (69, 46)

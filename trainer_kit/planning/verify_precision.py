@@ -12,7 +12,7 @@ from torch import Tensor
 from trainer_kit.planning.verify_compare import Finding, percent
 from trainer_kit.planning.verify_recorder import Record
 
-__all__ = ["Rounding", "excessive_rounding", "measure_rounding"]
+__all__ = ["Rounding", "excessive_rounding", "gradients_cancel", "measure_rounding"]
 
 _SINGLE_EPS: Final = torch.finfo(torch.float32).eps
 _FACTOR: Final = 30.0
@@ -23,6 +23,9 @@ _FLOAT32: Final = 1e-3
 """The eps that is assumed for float32: its error may be far above its own, and a matmul may use TF32."""
 _SMALL: Final = 1e-3
 """Parameters whose gradient is shorter than this part of the longest one are not judged: their terms cancel."""
+
+_CANCELED: Final = 1e-9
+"""Gradients that change the loss by less than this part of it, for a change of the weights by their own length."""
 
 
 @final
@@ -72,6 +75,26 @@ def measure_rounding(
         condition = float(torch.linalg.vector_norm(plain - true)) / norms[name] / _SINGLE_EPS
         errors.append(Rounding(name, error, scale, residual, eps * max(1.0, condition)))
     return errors
+
+
+def gradients_cancel(exact: Record) -> bool:
+    """Whether the exact gradients of the first step are no more than rounding errors of terms that cancel.
+
+    A student that starts as a copy of its teacher has such gradients: in no dtype do they have a correct digit.
+    """
+    losses = []
+    for (step, _), micro in exact.micros.items():
+        if step == 0:
+            losses += [float(value.abs().sum()) for value in micro.loss.values()]
+    largest_change = 0.0
+    for name, gradient in exact.gradients[0].items():
+        weight = exact.weights[0].get(name)
+        if weight is None:
+            return False
+        weight_norm = float(torch.linalg.vector_norm(weight.double()))
+        gradient_norm = float(torch.linalg.vector_norm(gradient.double()))
+        largest_change = max(largest_change, weight_norm * gradient_norm)
+    return largest_change < _CANCELED * max(losses, default=0.0)
 
 
 def excessive_rounding(
