@@ -17,7 +17,9 @@ from trainer_kit.core.signatures import check_hooks, check_overrides, takes
 
 __all__ = ["Bus", "Listeners", "sorted_callbacks"]
 
-Listeners = tuple[Callable[..., Any], ...]
+# A hook of a user may take and return anything.
+_Listener = Callable[..., Any]
+Listeners = tuple[_Listener, ...]
 _ORDER = {"early": 0, "normal": 1, "late": 2}
 
 
@@ -25,36 +27,53 @@ class _Scope(Protocol):
     hook: str
 
 
-def sorted_callbacks(callbacks: Iterable[Any]) -> list[Callback]:
+def sorted_callbacks(callbacks: Iterable[Callback]) -> list[Callback]:
     """Sort by ``order``, then as given; refuse objects that are not callbacks, and equal state keys."""
-    chosen = list(callbacks)
-    for callback in chosen:
-        if not isinstance(callback, Callback):
-            kind = isinstance(callback, type) and issubclass(callback, Callback)
-            fix = "subclass trainer_kit.Callback, or use trainer.on(...)"
-            if kind:
-                fix = f"make one: {callback.__name__}(...)"
-            elif isinstance(callback, Mapping):
-                fix = "pass callbacks=list(mapping.values())"
-            raise ConfigurationError("this is not a callback", found=repr(callback), fix=fix)
-        check_hooks(type(callback), Callback)
-        check_overrides(type(callback), Callback)
-        if callback.order not in _ORDER:
-            raise ConfigurationError(
-                f"{type(callback).__name__}.order is unknown",
-                found=repr(callback.order),
-                fix=did_you_mean(str(callback.order), _ORDER),
-            )
-    keys = [
-        callback.state_key for callback in chosen if is_overridden("state_dict", callback, Callback)
-    ]
-    for key in keys:
-        if keys.count(key) > 1:
-            first = next(callback for callback in chosen if callback.state_key == key)
+    callbacks = list(callbacks)
+    for callback in callbacks:
+        _check_callback(callback)
+    _check_state_keys(callbacks)
+    return sorted(callbacks, key=lambda callback: _ORDER[callback.order])
+
+
+def _check_callback(callback: object) -> None:
+    if not isinstance(callback, Callback):
+        raise ConfigurationError(
+            "this is not a callback", found=repr(callback), fix=_fix_of_type(callback)
+        )
+    name = type(callback).__name__
+    check_hooks(type(callback), Callback)
+    check_overrides(type(callback), Callback)
+    if callback.order not in _ORDER:
+        raise ConfigurationError(
+            f"{name}.order is unknown",
+            found=repr(callback.order),
+            fix=did_you_mean(str(callback.order), _ORDER),
+        )
+
+
+def _fix_of_type(candidate: object) -> str:
+    """How to pass a callback instead of this object."""
+    if isinstance(candidate, type) and issubclass(candidate, Callback):
+        return f"make one: {candidate.__name__}(...)"
+    if isinstance(candidate, Mapping):
+        return "pass callbacks=list(mapping.values())"
+    return "subclass trainer_kit.Callback, or use trainer.on(...)"
+
+
+def _check_state_keys(callbacks: Sequence[Callback]) -> None:
+    """Refuse two callbacks whose states a checkpoint would store under one key."""
+    by_key: dict[str, Callback] = {}
+    for callback in callbacks:
+        if not is_overridden("state_dict", callback, Callback):
+            continue
+        key = callback.state_key
+        if key in by_key:
+            first = next(other for other in callbacks if other.state_key == key)
             raise ConfigurationError(
                 f"two callbacks have the same state key {key!r}", fix=first.duplicate_key_fix
             )
-    return sorted(chosen, key=lambda callback: _ORDER[callback.order])
+        by_key[key] = callback
 
 
 @final
@@ -120,20 +139,10 @@ class Bus:
         scope: _Scope,
     ) -> None:
         for name in Bus.names():
-            found: list[Callable[..., Any]] = [
-                _fitting(
-                    name,
-                    partial(getattr(callback, name), trainer, module),
-                    getattr(callback, name),
-                    2,
-                )
-                for callback in callbacks
-                if is_overridden(name, callback, Callback)
-                and not (callback.order == "late" and name == "on_train_epoch_end")
-            ]
-            found += self._of_module(name, module, datamodule)
-            setattr(self, name, _entered(name, scope, _wrapped(name, found, callbacks)))
-        late: list[Callable[..., Any]] = [
+            methods = self._callback_methods(name, trainer, module, callbacks)
+            methods += self._module_methods(name, module, datamodule)
+            setattr(self, name, _entered(name, scope, _wrapped(name, methods, callbacks)))
+        late: list[_Listener] = [
             partial(callback.on_train_epoch_end, trainer, module)
             for callback in callbacks
             if callback.order == "late" and is_overridden("on_train_epoch_end", callback, Callback)
@@ -142,26 +151,40 @@ class Bus:
         self.on_train_epoch_end_late = _entered("on_train_epoch_end", scope, late)
 
     @staticmethod
-    def _of_module(
-        name: str, module: nn.Module, datamodule: DataModule | None
-    ) -> list[Callable[..., Any]]:
-        found: list[Callable[..., Any]] = []
-        if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
-            found.append(_fitting(name, getattr(module, name), getattr(module, name), 0))
-        if (
-            name == "on_exception"
-            and datamodule is not None
-            and is_overridden(name, datamodule, DataHooks)
-        ):
-            found.append(datamodule.on_exception)
-        return found
+    def _callback_methods(
+        name: str, trainer: TrainerLike, module: nn.Module, callbacks: Sequence[Callback]
+    ) -> list[_Listener]:
+        methods: list[_Listener] = []
+        for callback in callbacks:
+            if not is_overridden(name, callback, Callback):
+                continue
+            if callback.order == "late" and name == "on_train_epoch_end":
+                continue  # it has a tuple of its own
+            method = getattr(callback, name)
+            bound = partial(method, trainer, module)
+            methods.append(_without_loader_index(name, bound, method, leading_arguments=2))
+        return methods
 
-    def silent(self) -> Bus:
-        """Make a bus without listeners."""
-        quiet = Bus.__new__(Bus)
+    @staticmethod
+    def _module_methods(
+        name: str, module: nn.Module, datamodule: DataModule | None
+    ) -> list[_Listener]:
+        methods: list[_Listener] = []
+        if hasattr(ModuleHooks, name) and is_overridden(name, module, ModuleHooks):
+            method = getattr(module, name)
+            methods.append(_without_loader_index(name, method, method, leading_arguments=0))
+        if name != "on_exception" or datamodule is None:
+            return methods
+        if is_overridden(name, datamodule, DataHooks):
+            methods.append(datamodule.on_exception)
+        return methods
+
+    def silent(self, *audible: str) -> Bus:
+        """Make a bus without listeners, except for the hooks named in ``audible``."""
+        bus = Bus.__new__(Bus)
         for name in Bus.__annotations__:
-            setattr(quiet, name, ())
-        return quiet
+            setattr(bus, name, getattr(self, name) if name in audible else ())
+        return bus
 
     @staticmethod
     def names() -> list[str]:
@@ -181,49 +204,61 @@ class _Enter:
     __slots__ = ("name", "scope")
 
     def __init__(self, name: str, scope: _Scope) -> None:
-        self.name, self.scope = name, scope
+        self.name = name
+        self.scope = scope
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments: object) -> None:
+        # Stored from here: a method of the scope would be one more Python call in every hook.
         self.scope.hook = self.name
 
 
-def _entered(name: str, scope: _Scope, found: Sequence[Callable[..., Any]]) -> Listeners:
-    return (_Enter(name, scope), *found) if found else ()
+def _entered(name: str, scope: _Scope, methods: Sequence[_Listener]) -> Listeners:
+    if not methods:
+        return ()
+    return (_Enter(name, scope), *methods)
 
 
-def _wrapped(
-    name: str, found: list[Callable[..., Any]], callbacks: Sequence[Callback]
-) -> list[Callable[..., Any]]:
+def _wrapped(name: str, methods: list[_Listener], callbacks: Sequence[Callback]) -> list[_Listener]:
     """The listeners of a hook, wrapped by the callbacks that override ``wrap_hook``."""
     for callback in callbacks:
         if is_overridden("wrap_hook", callback, Callback):
-            found = [callback.wrap_hook(name, _owner(listener), listener) for listener in found]
-    return found
+            methods = [callback.wrap_hook(name, _owner(method), method) for method in methods]
+    return methods
 
 
-def _fitting(
-    name: str, bound: Callable[..., Any], method: Callable[..., Any], leading: int
-) -> Callable[..., Any]:
-    """Adapt a listener that lacks the last argument of evaluation hooks, ``dataloader_idx``."""
+def _without_loader_index(
+    name: str, bound: _Listener, method: _Listener, leading_arguments: int
+) -> _Listener:
+    """Adapt a listener of an evaluation hook that does not take its last argument, ``dataloader_idx``.
+
+    Args:
+        name: the hook.
+        bound: what is called.
+        method: the user's method, whose signature counts.
+        leading_arguments: the arguments that ``bound`` adds: trainer and module.
+    """
     if not name.endswith(("_batch_start", "_batch_end")) or "train" in name:
         return bound
-    count = leading + (4 if name.endswith("_end") else 3)
-    if takes(method, count):
+    arguments = 4 if name.endswith("_end") else 3
+    if takes(method, leading_arguments + arguments):
         return bound
     return _WithoutLoader(bound)
 
 
 class _WithoutLoader:
+    """A listener that is called without the last argument."""
+
     __slots__ = ("func",)
 
-    def __init__(self, func: Callable[..., Any]) -> None:
-        self.func = func
+    def __init__(self, func: _Listener) -> None:
+        self.func = func  # named as in `functools.partial`, which `_owner` looks through
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments: object) -> object:
         return self.func(*arguments[:-1])
 
 
-def _owner(listener: Any) -> str:
+def _owner(listener: object) -> str:
+    """The class whose method a listener is."""
     while hasattr(listener, "func"):
         listener = listener.func
     return type(getattr(listener, "__self__", listener)).__name__

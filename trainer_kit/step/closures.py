@@ -7,10 +7,10 @@ weights and gradients are unchanged, and runs the window again after they have c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, Final, final
+from typing import Final, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from trainer_kit.strategies.strategy import Strategy
 
 __all__ = ["Closures", "calls_once", "refusal", "refusal_of_scaling", "requires_closure"]
 
+_Loss = TypeVar("_Loss")
 _GRADIENT: Final = attrgetter("grad")
 _VERSION: Final = attrgetter("_version")
 _FIRST_ORDER: Final = ("torch.", "torchao.", "bitsandbytes.")
@@ -32,7 +33,7 @@ _FIRST_ORDER: Final = ("torch.", "torchao.", "bitsandbytes.")
 
 def requires_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` requires a closure."""
-    closure = _parameters_of_step(optimizer).get("closure")
+    closure = _step_arguments(optimizer).get("closure")
     return closure is not None and closure.default is closure.empty
 
 
@@ -45,16 +46,15 @@ def calls_once(optimizer: Optimizer) -> bool:
         >>> calls_once(torch.optim.LBFGS(nn.Linear(2, 1).parameters()))
         False
     """
-    parameters = _parameters_of_step(optimizer)
-    if "closure" not in parameters and all(
-        p.kind is not p.VAR_KEYWORD for p in parameters.values()
-    ):
+    arguments = _step_arguments(optimizer)
+    takes_any_name = any(argument.kind is argument.VAR_KEYWORD for argument in arguments.values())
+    if "closure" not in arguments and not takes_any_name:
         return True
     module = inspect.unwrap(optimizer.step).__module__
     return module.startswith(_FIRST_ORDER) and not requires_closure(optimizer)
 
 
-def _parameters_of_step(optimizer: Optimizer) -> Any:
+def _step_arguments(optimizer: Optimizer) -> Mapping[str, inspect.Parameter]:
     return inspect.signature(optimizer.step).parameters
 
 
@@ -64,25 +64,29 @@ def refusal(
     """The error for an optimizer that runs a window again, if that is not possible here; else None."""
     if precision.scales:
         return refusal_of_scaling(optimizer)
-    why = strategy.why_not_again
-    return None if why is None else _refusal(optimizer, why, "train with DDP or FSDP")
+    reason = strategy.why_not_again
+    if reason is None:
+        return None
+    return _refusal(optimizer, reason, fix="train with DDP or FSDP")
 
 
 def refusal_of_scaling(optimizer: Optimizer) -> ConfigurationError:
     """The error for an optimizer that recomputes gradients inside its step, where they would be scaled."""
     return _refusal(
-        optimizer, "it cannot run with scaled gradients", "use bf16 mixed precision, or float32"
+        optimizer,
+        "it cannot run with scaled gradients",
+        fix="use bf16 mixed precision, or float32",
     )
 
 
-def _refusal(optimizer: Optimizer, why: str, fix: str) -> ConfigurationError:
+def _refusal(optimizer: Optimizer, reason: str, fix: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{type(optimizer).__name__} evaluates the loss again inside its step: {why}", fix=fix
+        f"{type(optimizer).__name__} evaluates the loss again inside its step: {reason}", fix=fix
     )
 
 
 @final
-class Closures:
+class Closures(Generic[_Loss]):
     """Makes the closure for each step of one optimizer.
 
     Args:
@@ -96,27 +100,30 @@ class Closures:
         self,
         parameters: Sequence[nn.Parameter],
         world: Group,
-        loss: Callable[[], Any],
-        again: Callable[[], Any],
+        loss: Callable[[], _Loss],
+        again: Callable[[], _Loss],
     ) -> None:
-        self._parameters, self._world, self._loss, self._again = parameters, world, loss, again
-        self._checked = self._unversioned = False
+        self._parameters = parameters
+        self._world = world
+        self._loss = loss
+        self._again = again
+        self._writes_checked = False  # whether this optimizer was seen to change a version counter
+        self._unversioned = False  # whether it changes values without their version counters
 
-    def make(self) -> Callable[[], Any]:
+    def make(self) -> Callable[[], _Loss]:
         """Make the closure of this step; gradients are complete."""
         gradients = list(map(_GRADIENT, self._parameters))
         versions = self._versions(gradients)
-        norms = None if self._checked else self._norms(gradients)
+        norms = None if self._writes_checked else self._norms(gradients)
         called = False
 
-        def closure() -> Any:
+        def closure() -> _Loss:
             nonlocal called
-            first, called = not called, True
-            return (
-                self._loss()
-                if first and self._unchanged(gradients, versions, norms)
-                else self._again()
-            )
+            is_first_call = not called
+            called = True
+            if is_first_call and self._is_unchanged(gradients, versions, norms):
+                return self._loss()
+            return self._again()
 
         return closure
 
@@ -124,25 +131,31 @@ class Closures:
         present = [gradient for gradient in gradients if gradient is not None]
         return list(map(_VERSION, chain(self._parameters, present)))
 
-    def _unchanged(
+    def _is_unchanged(
         self, gradients: Sequence[Tensor | None], versions: list[int], norms: list[Tensor] | None
     ) -> bool:
-        kept = all(map(is_, gradients, map(_GRADIENT, self._parameters)))
-        if self._unversioned or not kept or versions != self._versions(gradients):
+        """Whether weights and gradients are those from which the loss was computed."""
+        if self._unversioned:
+            return False
+        if not all(map(is_, gradients, map(_GRADIENT, self._parameters))):
+            return False
+        if versions != self._versions(gradients):
             return False
         if norms is None:
             return True
         # Writes through `.data` do not change the version counter: check once whether this optimizer does that.
-        self._checked = True
+        self._writes_checked = True
         differ = not all(map(torch.equal, norms, self._norms(gradients)))  # sync point: once a fit
         self._unversioned = any(row[0] for row in self._world.agree([differ]))
         return not self._unversioned
 
     def _norms(self, gradients: Sequence[Tensor | None]) -> list[Tensor]:
-        every = [*self._parameters, *(gradient for gradient in gradients if gradient is not None)]
-        return [
-            torch.linalg.vector_norm(
-                local(t.detach()), dtype=torch.promote_types(t.dtype, torch.float32)
-            )
-            for t in every
-        ]
+        present = [gradient for gradient in gradients if gradient is not None]
+        return [_norm(tensor) for tensor in chain(self._parameters, present)]
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """The norm of this rank's shard, in float32 or wider."""
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(local(tensor.detach()), dtype=wide)
+    return norm

@@ -188,7 +188,7 @@ class Stepper:
         """Whether the optimizer gets a closure; never if an engine calls its step."""
         return not (calls_once(optimizer) or self.strategy.keeps_gradients)
 
-    def _closures(self, optimizer: Optimizer, name: str | None) -> Closures:
+    def _closures(self, optimizer: Optimizer, name: str | None) -> Closures[Any]:
         """The closures of one optimizer."""
         # The optimizer may decide by the loss, so every rank must see the same one.
         read = (

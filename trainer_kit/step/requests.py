@@ -16,9 +16,8 @@ from trainer_kit.launch.program import requeue
 __all__ = ["Requests", "ended_by", "listening", "requeue_once", "terminable"]
 
 _HANDLERS: Final[WeakSet[Any]] = WeakSet()
-_USR1: Final[int | None] = getattr(
-    signal, "SIGUSR1", None
-)  # batch systems send it shortly before the time limit
+# Batch systems send it shortly before the time limit. Windows does not have it.
+_USR1: Final[int | None] = getattr(signal, "SIGUSR1", None)
 
 
 @final
@@ -44,8 +43,10 @@ class Requests:
         self.stop: str | None = None
         self.validation: str | None = None
         self.checkpoints: list[tuple[str, CheckpointRequest | None]] = []
-        self.signal = self.leaving = 0
-        self.requeued = self.at_once = False
+        self.signal = 0
+        self.leaving = 0
+        self.at_once = False
+        self.requeued = False
         self.wake: Callable[[], None] = _no_wake
 
     def ask_stop(self, reason: str) -> None:
@@ -67,6 +68,25 @@ class Requests:
         """Validate at the end of this step."""
         self.validation = self.validation or reason
         self.wake()
+
+    def take_signal(self, number: int) -> bool:
+        """Note a signal that asks for a graceful end; False if one was noted before, so that this one acts at once."""
+        if self.signal:
+            self.at_once = True
+            return False
+        self.signal = number
+        return True
+
+    def replace_signal(self, number: int) -> None:
+        """Note the signal that ends an entry point where no step is running."""
+        self.signal = number
+
+    def take_requeue(self) -> bool:
+        """Whether SLURM is to be asked to run this job again: after SIGUSR1, and once."""
+        if self.signal != _USR1 or self.requeued:
+            return False
+        self.requeued = True
+        return True
 
     @property
     def named(self) -> bool:
@@ -99,27 +119,23 @@ def listening(requests: Requests) -> Iterator[None]:
         return
 
     def on_signal(number: int, frame: FrameType | None) -> None:
-        if requests.signal:  # asked twice
-            requests.at_once = True
-            signal.signal(number, before[number])
+        if not requests.take_signal(number):
+            signal.signal(number, previous_handlers[number])
             raise ended_by(number)
-        requests.signal = number
         requests.wake()
 
-    before: dict[int, Any] = {}
-    numbers = [
-        int(signal.SIGTERM),
-        int(signal.SIGINT),
-        *([int(_USR1)] if _USR1 and _is_free(_USR1) else []),
-    ]
+    previous_handlers: dict[int, Any] = {}
+    numbers = [int(signal.SIGTERM), int(signal.SIGINT)]
+    if _USR1 and _is_free(_USR1):
+        numbers.append(int(_USR1))
     for number in numbers:
         # A handler that was not installed from Python (None) cannot be put back: leave it alone.
         if signal.getsignal(number) is not None:
-            before[number] = signal.signal(number, on_signal)
+            previous_handlers[number] = signal.signal(number, on_signal)
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
     if requests.signal:  # it came after the last step
         raise ended_by(requests.signal)
@@ -131,26 +147,24 @@ def terminable(requests: Requests) -> Callable[[BaseException | None], None]:
     Returns:
         A function that ends this. A handler of the user stays.
     """
-    main = threading.current_thread() is threading.main_thread()
-    mine = [
-        number
-        for number in (signal.SIGTERM, _USR1)
-        if main and number and signal.getsignal(number) == signal.SIG_DFL
-    ]
+    numbers: list[int] = []
+    if threading.current_thread() is threading.main_thread():
+        candidates = [number for number in (signal.SIGTERM, _USR1) if number]
+        numbers = [n for n in candidates if signal.getsignal(n) == signal.SIG_DFL]
 
     def on_signal(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)  # the second one kills
-        requests.signal = number
+        requests.replace_signal(number)
         raise ended_by(number)
 
-    def end(error: BaseException | None) -> None:
-        for number in mine:
+    def restore_default_handlers(error: BaseException | None) -> None:
+        for number in numbers:
             signal.signal(number, signal.SIG_DFL)
 
     _HANDLERS.add(on_signal)
-    for number in mine:
+    for number in numbers:
         signal.signal(number, on_signal)
-    return end
+    return restore_default_handlers
 
 
 def _is_free(number: int) -> bool:
@@ -160,10 +174,7 @@ def _is_free(number: int) -> bool:
 
 def requeue_once(requests: Requests) -> str:
     """After SIGUSR1 inside a SLURM job: request a requeue, and return a line about the result; "" otherwise."""
-    if requests.signal != _USR1 or requests.requeued:
-        return ""
-    requests.requeued = True
-    return requeue()
+    return requeue() if requests.take_requeue() else ""
 
 
 def ended_by(number: int) -> BaseException:

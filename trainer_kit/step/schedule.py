@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, final
+from typing import Final, final
 
 from lightning_utilities.core.overrides import is_overridden
 
@@ -19,7 +19,7 @@ __all__ = ["LONGEST", "Interval", "Schedule", "check_tokens"]
 LONGEST: Final = 256  # steps between two looks, whatever else is due: kept losses must not pile up
 
 
-def check_tokens(argument: str, length: Any, module: Any) -> None:
+def check_tokens(argument: str, length: object, module: object) -> None:
     """Raise `ConfigurationError` for a duration in tokens if the module does not count them: it would never end.
 
     Args:
@@ -27,16 +27,15 @@ def check_tokens(argument: str, length: Any, module: Any) -> None:
         length: a `Duration`; anything else is accepted.
         module: counts tokens by ``loss_weight``.
     """
-    if (
-        isinstance(length, Duration)
-        and length.unit == "tok"
-        and not is_overridden("loss_weight", module, TrainModule)
-    ):
-        raise ConfigurationError(
-            "the number of tokens is unknown",
-            found=f"{argument}={str(length)!r}, and {type(module).__name__} has no loss_weight",
-            fix="def loss_weight(self, batch): return the number of tokens in batch",
-        )
+    if not isinstance(length, Duration) or length.unit != "tok":
+        return
+    if is_overridden("loss_weight", module, TrainModule):
+        return
+    raise ConfigurationError(
+        "the number of tokens is unknown",
+        found=f"{argument}={str(length)!r}, and {type(module).__name__} has no loss_weight",
+        fix="def loss_weight(self, batch): return the number of tokens in batch",
+    )
 
 
 @final
@@ -57,6 +56,29 @@ class Interval:
     def complete(self, progress: Progress) -> int:
         """How many intervals are complete."""
         return int(getattr(progress, self.every.counter) // self.every.value)
+
+    @property
+    def is_counted_alike(self) -> bool:
+        """Whether all ranks look at the step that completes an interval: steps and batches are known beforehand."""
+        return self.every.unit in ("st", "ba")
+
+    def start(self, progress: Progress) -> None:
+        """Count from here, if training just began."""
+        if self.done is None:
+            self.done = self.complete(progress)
+
+    def take_completed(self, progress: Progress) -> bool:
+        """Whether an interval was completed since this was last true."""
+        complete = self.complete(progress)
+        if complete <= (self.done or 0):
+            return False
+        self.done = complete
+        return True
+
+    def next_end(self, progress: Progress) -> float:
+        """Where the running interval ends, in its unit."""
+        complete = max(self.complete(progress), self.done or 0)
+        return (complete + 1) * self.every.value
 
 
 @dataclass
@@ -129,26 +151,23 @@ class Schedule:
         if not self.across_epochs:
             self.mark_checked(progress)
         for interval in self.intervals:
-            if interval.done is None:
-                interval.done = interval.complete(progress)
+            interval.start(progress)
 
     def mark_checked(self, progress: Progress) -> None:
         """Count the intervals that are complete at ``progress`` as checked."""
         self.checked = self._intervals(progress)
 
-    def _position(self, progress: Progress) -> float:
-        assert self.validate_every is not None
-        if self.validate_every.unit == "ba" and not self.across_epochs:
-            return progress.epoch_batch
-        position: float = getattr(progress, self.validate_every.counter)
-        return position
+    def _validation_counter(self, every: Duration) -> str:
+        """The attribute of `Progress` that the interval of validation is counted in."""
+        if every.unit == "ba" and not self.across_epochs:
+            return "epoch_batch"
+        return every.counter
 
     def _intervals(self, progress: Progress) -> int:
-        return (
-            0
-            if self.validate_every is None
-            else int(self._position(progress) // self.validate_every.value)
-        )
+        if self.validate_every is None:
+            return 0
+        position: float = getattr(progress, self._validation_counter(self.validate_every))
+        return int(position // self.validate_every.value)
 
     def validation_due(self, progress: Progress) -> bool:
         """Whether an interval was completed since this was last true; at the first end of a window at or after."""
@@ -178,50 +197,42 @@ class Schedule:
             together: whether all ranks look at this step. A signal makes one rank look alone, and steps and batches are
                 the only counts for which all ranks look at the step that completes an interval.
         """
-        found = []
-        for interval in self.intervals:
-            complete = interval.complete(progress)
-            if complete > (interval.done or 0) and (
-                together or interval.every.unit in ("st", "ba")
-            ):
-                interval.done = complete
-                found.append(interval)
-        return found
+        countable = [
+            interval for interval in self.intervals if together or interval.is_counted_alike
+        ]
+        return [interval for interval in countable if interval.take_completed(progress)]
 
     def due(self, progress: Progress, window: int) -> int:
         """The next step at which there is anything to look at, with ``window`` micro-batches a step."""
         step = progress.step
-        when = [step + LONGEST, _next_multiple(step, self.log_every)]
+        steps = [step + LONGEST, _next_multiple(step, self.log_every)]
         if self.agree_every:
-            when.append(_next_multiple(step, self.agree_every))
+            steps.append(_next_multiple(step, self.agree_every))
         if self.max_steps is not None:
-            when.append(self.max_steps)
-        for goal in self._goals(progress):
-            counter, target = goal
+            steps.append(self.max_steps)
+        for counter, target in self._goals(progress):
             if counter == "step":
-                when.append(math.ceil(target))
+                steps.append(math.ceil(target))
             elif counter in ("batch", "epoch_batch"):
-                when.append(
-                    step + max(1, math.ceil((target - getattr(progress, counter)) / window))
-                )
+                batches = target - getattr(progress, counter)
+                steps.append(step + max(1, math.ceil(batches / window)))
             elif counter != "epoch":
-                when.append(step + 1)  # samples, tokens, seconds: the number of steps is unknown
-        return max(step + 1, min(when))
+                steps.append(step + 1)  # samples, tokens, seconds: the number of steps is unknown
+        return max(step + 1, min(steps))
 
     def _goals(self, progress: Progress) -> list[tuple[str, float]]:
+        """The counts at which something is due, each as the counter of `Progress` and its value."""
         goals: list[tuple[str, float]] = []
         if self.max_duration is not None:
             goals.append((self.max_duration.counter, self.max_duration.value))
         if self.validates and self.validate_every is not None:
-            by_epoch = self.validate_every.unit == "ba" and not self.across_epochs
-            counter = "epoch_batch" if by_epoch else self.validate_every.counter
-            goals.append((counter, (self._intervals(progress) + 1) * self.validate_every.value))
-        for interval in self.intervals:
-            if interval.every.unit in ("st", "ba"):
-                target = (
-                    max(interval.complete(progress), interval.done or 0) + 1
-                ) * interval.every.value
-                goals.append((interval.every.counter, target))
+            next_validation = (self._intervals(progress) + 1) * self.validate_every.value
+            goals.append((self._validation_counter(self.validate_every), next_validation))
+        goals += [
+            (interval.every.counter, interval.next_end(progress))
+            for interval in self.intervals
+            if interval.is_counted_alike
+        ]
         return goals
 
     def steps_left(self, progress: Progress) -> int | None:
@@ -229,7 +240,9 @@ class Schedule:
         limits = [self.max_steps] if self.max_steps is not None else []
         if self.max_duration is not None and self.max_duration.unit == "st":
             limits.append(int(self.max_duration.value))
-        return min(limits) - progress.step if limits else None
+        if not limits:
+            return None
+        return min(limits) - progress.step
 
 
 def _next_multiple(step: int, every: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,19 @@ __all__ = ["remember_effects"]
 _LARGEST: Final = 2**16
 """Elements of a tensor attribute that is copied; a larger one is data, not a count."""
 
-
 _ENGINE: Final = re.compile(
     r"ds_|applied_pre_backward_ref_cnt$|(pre|post)_bwd_fn$|need_full_gather|all_parameters$"
 )
 """Attributes of modules in which DeepSpeed keeps the progress of its forward and backward passes."""
 
 
+class _Container(Protocol):
+    def copy(self) -> object: ...
+    def clear(self) -> None: ...
+
+
 def remember_effects(
-    module: nn.Module, callbacks: Iterable[Any] = (), attributes: bool = True
+    module: nn.Module, callbacks: Iterable[object] = (), attributes: bool = True
 ) -> Callable[[], None]:
     """Return a function that undoes what steps change from here on, as often as it is called.
 
@@ -38,79 +42,110 @@ def remember_effects(
         callbacks: whose metric objects are put back, too.
         attributes: whether attributes are put back.
     """
-    undo_metrics = remember_metrics([module, *callbacks])
-    parts = list(module.modules())
-    buffers = [
-        (part, name, buffer, buffer.detach().clone())
-        for part in parts
-        for name, buffer in part.named_buffers(recurse=False)
-    ]
-    users = [part for part in parts if part is module or _is_of_user(part)] if attributes else []
-    bindings = [(part, _public(part)) for part in users]
-    undo_values = [_undo(value) for _, names in bindings for value in names.values()]
+    modules = list(module.modules())
+    undos = [_remember_buffers(submodule) for submodule in modules]
+    undos.append(remember_metrics([module, *callbacks]))
+    if attributes:
+        undos += [
+            _remember_attributes(submodule)
+            for submodule in modules
+            if submodule is module or _is_of_user(submodule)
+        ]
 
     def undo() -> None:
-        for part, name, buffer, before in buffers:
-            buffer.data.copy_(
-                before
-            )  # as data: a backward may still look at whether it was written to
-            if getattr(part, name) is not buffer:  # a step may assign another tensor
-                setattr(part, name, buffer)
-        undo_metrics()
-        for undo_value in undo_values:
-            undo_value()
-        for part, names in bindings:
-            present = vars(part)
-            for name in [name for name in _public(part) if name not in names]:
-                del present[name]
-            present.update(names)
+        for undo_part in undos:
+            undo_part()
 
     return undo
 
 
-def _public(part: nn.Module) -> dict[str, Any]:
+def _remember_buffers(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the buffers of one module: their values, and which tensors they are."""
+    buffers = dict(module.named_buffers(recurse=False))
+    copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+
+    def restore() -> None:
+        for name, buffer in buffers.items():
+            buffer.data.copy_(copies[name])  # as data: a backward may check whether it was written
+            if getattr(module, name) is not buffer:  # a step may assign another tensor
+                setattr(module, name, buffer)
+
+    return restore
+
+
+def _remember_attributes(module: nn.Module) -> Callable[[], None]:
+    """Return a function that restores the public attributes of one module, and what their values hold."""
+    attributes = _public_attributes(module)
+    restore_values = [_remember_value(value) for value in attributes.values()]
+
+    def restore() -> None:
+        for restore_value in restore_values:
+            restore_value()
+        present = vars(module)
+        for name in _public_attributes(module):
+            if name not in attributes:
+                del present[name]
+        present.update(attributes)
+
+    return restore
+
+
+def _public_attributes(module: nn.Module) -> dict[str, object]:
     return {
         name: value
-        for name, value in vars(part).items()
-        if name[0] != "_" and not _ENGINE.match(name)
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not _ENGINE.match(name)
     }
 
 
-def _is_of_user(part: nn.Module) -> bool:
+def _is_of_user(module: nn.Module) -> bool:
     """Whether a class of the user may count in plain attributes. Those of a metric are among its states."""
-    if isinstance(part, TrainModule):
+    if isinstance(module, TrainModule):
         return True
-    return not type(part).__module__.startswith(("torch.", "torchmetrics.")) and not is_metric(part)
+    if type(module).__module__.startswith(("torch.", "torchmetrics.")):
+        return False
+    return not is_metric(module)
 
 
-def _undo(value: Any) -> Callable[[], None]:
+def _remember_value(value: object) -> Callable[[], None]:
     """Return a function that restores a small tensor, or the items of a list, dict or set, nested too."""
     if isinstance(value, Tensor):
-        return _undo_tensor(value)
-    if type(value) not in (list, dict, set):
-        return _nothing
-    before = value.copy()
-    undo_items = [_undo(item) for item in (value.values() if type(value) is dict else value)]
-
-    def put_back() -> None:
-        value.clear()
-        (value.extend if type(value) is list else value.update)(before)
-        for undo_item in undo_items:
-            undo_item()
-
-    return put_back
+        return _remember_tensor(value)
+    # Exact types: of a subclass nothing is known, such as how it is filled.
+    if type(value) is list:
+        return _remember_items(value, value, value.extend)
+    if type(value) is dict:
+        return _remember_items(value, value.values(), value.update)
+    if type(value) is set:
+        return _remember_items(value, value, value.update)
+    return _nothing
 
 
-def _undo_tensor(tensor: Tensor) -> Callable[[], None]:
+def _remember_items(
+    container: _Container, items: Iterable[object], fill: Callable[[Any], None]
+) -> Callable[[], None]:
+    copy = container.copy()
+    restore_items = [_remember_value(item) for item in items]
+
+    def restore() -> None:
+        container.clear()
+        fill(copy)
+        for restore_item in restore_items:
+            restore_item()
+
+    return restore
+
+
+def _remember_tensor(tensor: Tensor) -> Callable[[], None]:
     if tensor.requires_grad or tensor.is_meta or tensor.numel() > _LARGEST:
         return _nothing
-    before = tensor.detach().clone()
+    copy = tensor.detach().clone()
 
-    def put_back() -> None:
+    def restore() -> None:
         with torch.no_grad():
-            tensor.data.copy_(before)
+            tensor.data.copy_(copy)
 
-    return put_back
+    return restore
 
 
 def _nothing() -> None:
