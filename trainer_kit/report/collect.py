@@ -7,7 +7,7 @@ from array import array
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -21,28 +21,38 @@ from trainer_kit.loggers.layout import flatten, plain
 from trainer_kit.report.events import EVENTS, has_ended, read_events
 from trainer_kit.state.records import RUN, read_records
 
-__all__ = ["JOURNAL", "MOST_POINTS", "RunDirectory", "find_runs", "thinned"]
+__all__ = ["JOURNAL", "MOST_POINTS", "Event", "Mark", "RunDirectory", "find_runs", "thinned"]
 
 JOURNAL: Final = "journal.jsonl"
 MOST_POINTS: Final = 200_000
 """The most points of a curve; a longer one keeps the lowest and the highest value of each interval."""
 _FIELDS: Final = ("step", "time", "counts", "hparams")
-_COUNTS: Final = ("samples", "tokens")  # further x-axes of curves, if the run has counted them
-_KINDS: Final = {"hung": "hang", "killed": "killed"}  # marks of ends without an exception
-_AT_ONCE: Final = 1000  # lines read between two pauses
-_RATES: Final = 400  # points of the curve of steps per second
+_COUNTS: Final = ("samples", "tokens")
+"""Further x-axes of curves, if the run has counted them."""
+_MARK_OF_STATUS: Final = {"hung": "hang", "killed": "killed"}
+"""Marks of ends without an exception."""
+_LINES_BETWEEN_PAUSES: Final = 1000
+_RATE_POINTS: Final = 400
+"""Points of the curve of steps per second."""
 
-_Floats = npt.NDArray[np.float64]
+Event: TypeAlias = dict[str, Any]
+"""A record of events.jsonl."""
+Mark: TypeAlias = dict[str, Any]
+"""A mark on curves: its kind, step, time and text, and the counts of its step."""
+_Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 class _Series:
     """The values of one metric, in the order in which they were logged."""
 
     def __init__(self) -> None:
-        self.steps, self.times, self.values = array("d"), array("d"), array("f")
-        self.samples, self.tokens = array("d"), array("d")
+        self.steps = array("d")
+        self.times = array("d")
+        self.values = array("f")
+        self.samples = array("d")
+        self.tokens = array("d")
 
-    def append(self, step: float, time: float, value: float, counts: Mapping[str, Any]) -> None:
+    def append(self, step: float, time: float, value: float, counts: Mapping[str, object]) -> None:
         self.steps.append(step)
         self.times.append(time)
         self.values.append(value)
@@ -51,10 +61,11 @@ class _Series:
 
     def cut(self, step: float) -> None:
         """Drop the values of steps after ``step``, which a restart repeats."""
-        kept = np.array(self.steps) <= step
-        if not kept.all():
-            for name, values in list(vars(self).items()):
-                setattr(self, name, array(values.typecode, np.array(values)[kept].tobytes()))
+        valid = np.array(self.steps) <= step
+        if valid.all():
+            return
+        for name, values in list(vars(self).items()):
+            setattr(self, name, array(values.typecode, np.array(values)[valid].tobytes()))
 
 
 class _Fit:
@@ -63,8 +74,18 @@ class _Fit:
     def __init__(self, key: str) -> None:
         self.key = key
         self.series: dict[str, _Series] = {}
-        self.hparams: dict[str, Any] = {}
-        self.events: list[dict[str, Any]] = []
+        self.hparams: dict[str, object] = {}
+        self.events: list[Event] = []
+
+    @property
+    def longest_series(self) -> _Series:
+        """The series with the most values."""
+        return max(self.series.values(), key=lambda series: len(series.steps), default=_Series())
+
+    def cut(self, step: float) -> None:
+        """Drop the values of steps after ``step``."""
+        for series in self.series.values():
+            series.cut(step)
 
 
 @final
@@ -87,13 +108,15 @@ class RunDirectory:
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
         self.directory = Path(directory)
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._offset = self._inode = self._seen = 0
+    def _reset(self) -> None:
+        self._offset = 0
+        self._inode = 0
+        self._processed_events = 0
         self._fits = [_Fit("")]
 
-    def read(self, pause: Callable[[], Any] = lambda: None) -> None:
+    def read(self, pause: Callable[[], object] = lambda: None) -> None:
         """Read the lines added to the journal and the events since the last call.
 
         Args:
@@ -101,55 +124,64 @@ class RunDirectory:
         """
         journal = self.directory / JOURNAL
         if not journal.exists():
-            self._take_events(read_events(self.directory), None)
+            self._process_events(read_events(self.directory), None)
             return
         with journal.open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._offset:
-                self._forget()
+            replaced = status.st_ino != self._inode
+            truncated = status.st_size < self._offset
+            if replaced or truncated:
+                self._reset()
             self._inode = status.st_ino
             events = read_events(self.directory)
             file.seek(self._offset)
             for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
+                if not line.endswith(b"\n"):  # the writer has not finished this line
                     break
-                if self._seen < len(events):
-                    self._take_events(events, self._offset)
+                if self._processed_events < len(events):
+                    self._process_events(events, self._offset)
                 self._offset += len(line)
-                self._take(line)
-                if number % _AT_ONCE == 0:
+                self._process_line(line)
+                if number % _LINES_BETWEEN_PAUSES == 0:
                     pause()
-        self._take_events(events, None)
+        self._process_events(events, None)
 
-    def _take_events(self, events: list[dict[str, Any]], offset: int | None) -> None:
+    def _process_events(self, events: list[Event], offset: int | None) -> None:
         """Process events up to the first one after ``offset`` in the journal; None: all."""
-        while self._seen < len(events):
-            event = events[self._seen]
-            at, fit = event.get("journal"), self._fits[-1]
-            if offset is not None and isinstance(at, int) and at > offset:
+        while self._processed_events < len(events):
+            event = events[self._processed_events]
+            journal_offset = event.get("journal")
+            if offset is not None and isinstance(journal_offset, int) and journal_offset > offset:
                 return
-            self._seen += 1
-            last = _last(fit.events)
-            if event["event"] == "end" and last and last.get("status") == "hung":
-                continue  # the error of a rank that waited for the one that hung
-            if (
-                event["event"] == "start"
-                and last
-                and last["event"] == "start"
-                and _differ(last, event)
-            ):
-                fit.events.append(_killed(fit))
-            if event["event"] == "start" and event.get("stage") == "fit":
-                key, step = str(event.get("run", "")), _number(event.get("step"))
-                if fit.events and fit.key != key and step == 0:
-                    self._fits.append(fit := _Fit(key))
-                elif fit.events:
-                    for series in fit.series.values():
-                        series.cut(step)
-                fit.key = key
-            fit.events.append(event)
+            self._processed_events += 1
+            self._process_event(event)
 
-    def _take(self, line: bytes) -> None:
+    def _process_event(self, event: Event) -> None:
+        fit = self._fits[-1]
+        previous = _last_boundary(fit.events)
+        if event["event"] == "end" and previous and previous.get("status") == "hung":
+            return  # the error of a rank that waited for the one that hung
+        if event["event"] == "start":
+            if previous and previous["event"] == "start" and _differ(previous, event):
+                fit.events.append(_killed_event(fit))
+            if event.get("stage") == "fit":
+                fit = self._start_fit(event)
+        fit.events.append(event)
+
+    def _start_fit(self, event: Event) -> _Fit:
+        """Return the fit that an event starts: a new one, or the last one from the step of its restart."""
+        fit = self._fits[-1]
+        key = str(event.get("run", ""))
+        step = _number(event.get("step"))
+        if fit.events and fit.key != key and step == 0:
+            fit = _Fit(key)
+            self._fits.append(fit)
+        elif fit.events:
+            fit.cut(step)
+        fit.key = key
+        return fit
+
+    def _process_line(self, line: bytes) -> None:
         try:
             record = journal_record(line)
         except ValueError:  # skip a damaged line
@@ -157,268 +189,316 @@ class RunDirectory:
         fit = self._fits[-1]
         if isinstance(record.get("hparams"), dict):
             fit.hparams.update(record["hparams"])
-        step, time = _number(record.get("step")), _number(record.get("time"))
-        counts = record["counts"] if isinstance(record.get("counts"), dict) else {}
+        step = _number(record.get("step"))
+        time = _number(record.get("time"))
+        counts = record.get("counts")
+        if not isinstance(counts, dict):
+            counts = {}
         for name, value in record.items():
-            if name not in _FIELDS and isinstance(value, (int, float)):
-                series = fit.series.get(name)
-                if series is None:
-                    series = fit.series[name] = _Series()
-                series.append(step, time, value, counts)
+            if name in _FIELDS or not isinstance(value, (int, float)):
+                continue
+            series = fit.series.get(name)
+            if series is None:
+                series = fit.series[name] = _Series()
+            series.append(step, time, value, counts)
 
     @property
     def finished(self) -> bool:
         """Whether no fit is running in the directory, according to its events."""
-        return all(_status(_completed(fit)) != "running" for fit in self._fits[-1:])
+        return _status(_completed_events(self._fits[-1])) != "running"
 
     def described(self) -> list[dict[str, Any]]:
         """Return the data of the page, one entry per fit: plain data, arrays as base64."""
-        several = len(self._fits) > 1
+        name = self.directory.resolve().name or str(self.directory)
+        if len(self._fits) == 1:
+            return [self._describe_fit(self._fits[0], name)]
         return [
-            self._described(
-                fit,
-                f"{self.directory.resolve().name or self.directory}{f', fit {n}' if several else ''}",
-            )
-            for n, fit in enumerate(self._fits, 1)
+            self._describe_fit(fit, f"{name}, fit {number}")
+            for number, fit in enumerate(self._fits, 1)
         ]
 
-    def _described(self, fit: _Fit, name: str) -> dict[str, Any]:
-        events = _completed(fit)
+    def _describe_fit(self, fit: _Fit, name: str) -> dict[str, Any]:
+        events = _completed_events(fit)
         starts = [event for event in events if event["event"] == "start"]
-        fits = [event for event in starts if event.get("stage") == "fit"]
-        ends = [event for event in events if event["event"] == "end"]
-        times = [each.times[i] for each in fit.series.values() for i in (0, -1)]
-        times += [_number(event.get("time")) for event in events]
-        begun = min(times, default=0.0)
-        curves, packed = _curves(fit.series, [_number(event.get("time")) for event in fits], begun)
-        newest = (fits or starts or [{}])[-1]
+        fit_starts = [event for event in starts if event.get("stage") == "fit"]
+        times = [_number(event.get("time")) for event in events]
         steps = [_number(event.get("step")) for event in events]
-        steps += [max(each.steps) for each in fit.series.values() if each.steps]
-        configuration = list(newest.get("configuration") or [])
-        if not configuration:
-            configuration = [
-                ["Hyperparameters", key, value, "logged"]
-                for key, value in flatten(fit.hparams).items()
-            ]
-        failed = [
-            {"step": event.get("step"), **event["exception"]}
-            for event in ends
-            if event.get("exception")
-        ]
-        found: dict[str, Any] = {
+        for series in fit.series.values():
+            times += [series.times[0], series.times[-1]]
+            if series.steps:
+                steps.append(max(series.steps))
+        start_time = min(times, default=0.0)
+        fit_start_times = [_number(event.get("time")) for event in fit_starts]
+        curves = _Curves(fit.series, start_time)
+        curves.add_all()
+        curves.add_rate(fit.longest_series, fit_start_times)
+        newest_start = (fit_starts or starts or [{}])[-1]
+        description: dict[str, Any] = {
             "name": name,
             "path": str(self.directory.resolve()),
-            "title": str(newest.get("title") or name),
+            "title": str(newest_start.get("title") or name),
             "status": _status(events),
-            "begun": begun,
-            "seconds": max(times, default=0.0) - begun,
+            "begun": start_time,
+            "seconds": max(times, default=0.0) - start_time,
             "step": max(steps, default=0),
-            "marks": sorted(self._marks(events, fit.key), key=lambda mark: mark["time"]),
-            "configuration": plain(configuration),
-            "explain": newest.get("explain") or "",
-            "environment": newest.get("environment") or [],
-            "exceptions": failed,
+            "marks": self._marks_of_fit(fit, events, start_time),
+            "configuration": plain(_configuration(newest_start, fit.hparams)),
+            "explain": newest_start.get("explain") or "",
+            "environment": newest_start.get("environment") or [],
+            "exceptions": _exceptions(events),
         }
-        for mark in found["marks"]:
-            mark["time"] -= begun
-            mark.update(
-                {
-                    count: float(np.interp(mark["step"], *known))
-                    for count, known in _counted(fit).items()
-                }
-            )
-        return {**mask_secrets(found), "axes": packed, "series": curves}
+        return {**mask_secrets(description), "axes": curves.axes, "series": curves.curves}
 
-    def _marks(self, events: list[dict[str, Any]], key: str) -> list[dict[str, Any]]:
-        marks = _marks(events)
+    def _marks_of_fit(self, fit: _Fit, events: list[Event], start_time: float) -> list[Mark]:
+        """Return the marks in the order of their times, which count from the start, with a place on each axis."""
+        counts = _counts_of_steps(fit.longest_series)
+        marks = self._marks(events, fit.key)
+        marks.sort(key=lambda mark: mark["time"])
+        for mark in marks:
+            mark["time"] -= start_time
+            for count, (steps, values) in counts.items():
+                mark[count] = float(np.interp(mark["step"], steps, values))
+        return marks
+
+    def _marks(self, events: list[Event], key: str) -> list[Mark]:
+        marks = _event_marks(events)
         announced = {mark["text"] for mark in marks}
-        marks += [mark for mark in self._kept(key) if mark["text"] not in announced]
-        return [
-            {**mark, "text": mark["text"].removeprefix(f"{self.directory.resolve()}{os.sep}")}
-            for mark in marks
-        ]
+        for mark in self._checkpoint_marks(key):
+            if mark["text"] not in announced:
+                marks.append(mark)
+        prefix = f"{self.directory.resolve()}{os.sep}"
+        for mark in marks:
+            mark["text"] = mark["text"].removeprefix(prefix)
+        return marks
 
-    def _kept(self, key: str) -> list[dict[str, Any]]:
+    def _checkpoint_marks(self, key: str) -> list[Mark]:
         """Return the existing checkpoints: events name only those that a running fit has announced."""
-        records = read_records(self.directory / RUN) or []
-        places = [
-            place for record in records if record.id == key or not key for place in record.places
-        ]
-        found = (
-            one
-            for place in dict.fromkeys(places)
-            if not is_url(place)
-            for one in checkpoints(place)
-        )
-        return [
-            {
-                "kind": "checkpoint",
-                "step": one.step or 0,
-                "time": one.created.timestamp(),
-                "text": str(one.path),
-            }
-            for one in found
-            if one.info.get("run", "") in ("", key)
-        ]
+        directories: list[str] = []
+        for record in read_records(self.directory / RUN) or []:
+            if record.id == key or not key:
+                directories += [path for path in record.places if path not in directories]
+        marks: list[Mark] = []
+        for directory in directories:
+            if is_url(directory):
+                continue
+            for checkpoint in checkpoints(directory):
+                if checkpoint.info.get("run", "") in ("", key):
+                    marks.append(
+                        {
+                            "kind": "checkpoint",
+                            "step": checkpoint.step or 0,
+                            "time": checkpoint.created.timestamp(),
+                            "text": str(checkpoint.path),
+                        }
+                    )
+        return marks
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _last(events: list[dict[str, Any]]) -> dict[str, Any] | None:
-    return next((event for event in reversed(events) if event["event"] in ("start", "end")), None)
+def _last_boundary(events: list[Event]) -> Event | None:
+    """Return the last event that starts or ends something."""
+    for event in reversed(events):
+        if event["event"] in ("start", "end"):
+            return event
+    return None
 
 
-def _status(events: list[dict[str, Any]]) -> str:
-    last = _last(events)
-    return (
-        ""
-        if last is None
-        else "running"
-        if last["event"] == "start"
-        else str(last.get("status", ""))
-    )
+def _status(events: list[Event]) -> str:
+    boundary = _last_boundary(events)
+    if boundary is None:
+        return ""
+    if boundary["event"] == "start":
+        return "running"
+    return str(boundary.get("status", ""))
 
 
-def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+def _differ(event: Event, other: Event) -> bool:
     """Whether two events are from different processes; older events do not record their process."""
-    return one.get("process") is not None and one["process"] != other.get("process")
+    process = event.get("process")
+    return process is not None and process != other.get("process")
 
 
-def _completed(fit: _Fit) -> list[dict[str, Any]]:
+def _completed_events(fit: _Fit) -> list[Event]:
     """Return the events of a fit; add an end event if its process has ended without one."""
-    last = _last(fit.events)
-    gone = last is not None and last["event"] == "start" and has_ended(last.get("process"))
-    return [*fit.events, _killed(fit)] if gone else fit.events
+    boundary = _last_boundary(fit.events)
+    if boundary is None or boundary["event"] != "start":
+        return fit.events
+    if not has_ended(boundary.get("process")):
+        return fit.events
+    return [*fit.events, _killed_event(fit)]
 
 
-def _killed(fit: _Fit) -> dict[str, Any]:
+def _killed_event(fit: _Fit) -> Event:
     """Return the end event that a killed process could not record, with the time of its last record."""
-    step = max((max(each.steps) for each in fit.series.values() if each.steps), default=0.0)
+    step = max((max(series.steps) for series in fit.series.values() if series.steps), default=0.0)
     times = [_number(event.get("time")) for event in fit.events]
-    times += [each.times[-1] for each in fit.series.values() if each.times]
-    text = f"ended from outside (SIGKILL, or its machine); the last logged values are of step {step:.0f}"
-    exception = {"headline": text, "text": ""}
+    times += [series.times[-1] for series in fit.series.values() if series.times]
+    headline = (
+        "ended from outside (SIGKILL, or its machine); "
+        f"the last logged values are of step {step:.0f}"
+    )
     return {
         "event": "end",
         "status": "killed",
         "step": step,
         "time": max(times, default=0.0),
-        "exception": exception,
+        "exception": {"headline": headline, "text": ""},
     }
 
 
-def _marks(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the marks on curves and in lists: restarts, evaluations, warnings, notes, exceptions."""
-    marks, fits = [], 0
+def _configuration(start: Event, hparams: Mapping[str, object]) -> list[list[object]]:
+    """Return the rows of the configuration: those of the start event, or else the logged hyperparameters."""
+    rows = list(start.get("configuration") or [])
+    if rows:
+        return rows
+    return [["Hyperparameters", key, value, "logged"] for key, value in flatten(hparams).items()]
+
+
+def _exceptions(events: list[Event]) -> list[dict[str, Any]]:
+    """Return the exceptions that ended something, each with its step."""
+    exceptions = []
     for event in events:
-        kind, step = event["event"], _number(event.get("step"))
-        text, stage = str(event.get("text", "")), str(event.get("stage", ""))
+        if event["event"] == "end" and event.get("exception"):
+            exceptions.append({"step": event.get("step"), **event["exception"]})
+    return exceptions
+
+
+def _event_marks(events: list[Event]) -> list[Mark]:
+    """Return the marks on curves and in lists: restarts, evaluations, warnings, notes, exceptions."""
+    marks: list[Mark] = []
+    fits = 0
+    for event in events:
+        kind = event["event"]
+        step = _number(event.get("step"))
+        text = str(event.get("text", ""))
+        stage = str(event.get("stage", ""))
         if kind == "start" and stage == "fit":
             fits += 1
             kind = "start" if fits == 1 else "restart"
-            text = f"{'started' if fits == 1 else f'restart {fits - 1}'} at step {step:.0f}, {event.get('place', '')}"
+            verb = "started" if fits == 1 else f"restart {fits - 1}"
+            text = f"{verb} at step {step:.0f}, {event.get('place', '')}"
         elif kind == "start":
             text = f"{stage} began"
+        elif kind == "end" and event.get("exception"):
+            kind = _MARK_OF_STATUS.get(str(event.get("status")), "exception")
+            text = str(event["exception"].get("headline"))
         elif kind == "end":
-            failure = event.get("exception")
-            kind = _KINDS.get(str(event.get("status")), "exception") if failure else "end"
-            text = str(failure.get("headline")) if failure else f"{stage} {event.get('status', '')}"
+            text = f"{stage} {event.get('status', '')}"
         marks.append({"kind": kind, "step": step, "time": _number(event.get("time")), "text": text})
     return marks
 
 
-def _curves(
-    series: dict[str, _Series], starts: list[float], begun: float
-) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """Return every series in the page's format, and the axes that they share.
+@final
+class _Curves:
+    """Every series of a fit in the page's format, and the axes that they share.
 
-    An axis has steps, seconds since ``begun``, and samples and tokens if the run has counted them.
+    An axis has steps, seconds since ``start_time``, and samples and tokens if the run has counted them.
+
+    Args:
+        series: by the name of the metric.
+        start_time: seconds since 1970.
     """
-    curves: list[dict[str, Any]] = []
-    packed: list[dict[str, str]] = []
-    known: dict[bytes, int] = {}
 
-    def add(
-        name: str, steps: _Floats, xs: dict[str, _Floats], values: npt.NDArray[np.float32]
-    ) -> None:
+    def __init__(self, series: Mapping[str, _Series], start_time: float) -> None:
+        self.curves: list[dict[str, Any]] = []
+        self.axes: list[dict[str, str]] = []
+        self._series = series
+        self._start_time = start_time
+        self._number_of_axis: dict[bytes, int] = {}
+        self._counts = []
+        for count in _COUNTS:
+            if any(any(getattr(values, count)) for values in series.values()):
+                self._counts.append(count)
+
+    def add_all(self) -> None:
+        """Add the curve of each metric."""
+        for name, series in self._series.items():
+            self._add(name, self._axis_of(series), np.array(series.values, np.float32))
+
+    def add_rate(self, series: _Series, restarts: list[float]) -> None:
+        """Add the curve of steps per second between the values of a series.
+
+        Args:
+            series: the longest one.
+            restarts: times of the starts of fits, which no interval spans.
+        """
+        axis = self._axis_of(series)
+        ends, rates = _steps_per_second(axis["steps"], axis["times"], restarts)
+        if len(ends) > 1:
+            axis_of_ends = {kind: values[ends] for kind, values in axis.items()}
+            self._add("steps per second", axis_of_ends, rates)
+
+    def _axis_of(self, series: _Series) -> dict[str, _Floats]:
+        kinds = ("steps", "times", *self._counts)
+        return {kind: np.array(getattr(series, kind)) for kind in kinds}
+
+    def _add(self, name: str, axis: dict[str, _Floats], values: npt.NDArray[np.float32]) -> None:
+        steps = axis["steps"]
         finite = np.isfinite(values)
         bad = np.flatnonzero(~finite)
         low = int(np.where(finite, values, np.inf).argmin())
         high = int(np.where(finite, values, -np.inf).argmax())
-        where = thinned(values)
-        axis = {
-            "steps": steps[where].astype("<f8"),
-            "seconds": (xs["times"][where] - begun).astype("<f4"),
+        selected = thinned(values)
+        curve = {
+            "name": name,
+            "axis": self._number_axis(axis, selected),
+            "values": _base64(values[selected].astype("<f4")),
+            "count": len(values),
+            "bad": len(bad),
+            "firstBad": float(steps[bad[0]]) if len(bad) else None,
+            "lowStep": float(steps[low]),
+            "highStep": float(steps[high]),
         }
-        axis |= {count: xs[count][where].astype("<f8") for count in counted}
-        number = known.setdefault(b"".join(each.tobytes() for each in axis.values()), len(packed))
-        if number == len(packed):
-            packed.append({kind: _base64(each) for kind, each in axis.items()})
-        facts = {"last": values[-1], "low": values[low], "high": values[high]}
-        curves.append(
-            {
-                "name": name,
-                "axis": number,
-                "values": _base64(values[where].astype("<f4")),
-                "count": len(values),
-                "bad": len(bad),
-                "firstBad": float(steps[bad[0]]) if len(bad) else None,
-                "lowStep": float(steps[low]),
-                "highStep": float(steps[high]),
-                **{
-                    fact: float(value) if np.isfinite(value) else str(value)
-                    for fact, value in facts.items()
-                },
-            }
-        )
+        for fact, value in (("last", values[-1]), ("low", values[low]), ("high", values[high])):
+            curve[fact] = float(value) if np.isfinite(value) else str(value)
+        self.curves.append(curve)
 
-    counted = [
-        count for count in _COUNTS if any(any(getattr(each, count)) for each in series.values())
-    ]
-    longest: tuple[_Floats, dict[str, _Floats]] = (np.array([]), {"times": np.array([])})
-    for name, each in series.items():
-        steps, xs = (
-            np.array(each.steps),
-            {kind: np.array(getattr(each, kind)) for kind in ("times", *counted)},
-        )
-        add(name, steps, xs, np.array(each.values, np.float32))
-        longest = max(longest, (steps, xs), key=lambda one: len(one[0]))
-    ends, rates = _rate(longest[0], longest[1]["times"], starts)
-    if len(ends) > 1:
-        add(
-            "steps per second",
-            longest[0][ends],
-            {kind: each[ends] for kind, each in longest[1].items()},
-            rates,
-        )
-    return curves, packed
+    def _number_axis(self, axis: dict[str, _Floats], selected: npt.NDArray[np.intp]) -> int:
+        """Return the position in ``axes`` of the selected points, which are added if no curve has them yet."""
+        columns: dict[str, npt.NDArray[Any]] = {
+            "steps": axis["steps"][selected].astype("<f8"),
+            "seconds": (axis["times"][selected] - self._start_time).astype("<f4"),
+        }
+        for count in self._counts:
+            columns[count] = axis[count][selected].astype("<f8")
+        content = b"".join(column.tobytes() for column in columns.values())
+        number = self._number_of_axis.setdefault(content, len(self.axes))
+        if number == len(self.axes):
+            self.axes.append({kind: _base64(column) for kind, column in columns.items()})
+        return number
 
 
-def _counted(fit: _Fit) -> dict[str, tuple[_Floats, _Floats]]:
-    """Return the steps and counts of the longest series, which place the marks."""
-    longest = max(fit.series.values(), key=lambda each: len(each.steps), default=_Series())
-    order = np.argsort(np.array(longest.steps), kind="stable")
-    steps, found = (
-        np.array(longest.steps)[order],
-        {count: np.array(getattr(longest, count)) for count in _COUNTS},
-    )
-    return {count: (steps, values[order]) for count, values in found.items() if values.any()}
+def _counts_of_steps(series: _Series) -> dict[str, tuple[_Floats, _Floats]]:
+    """Return the steps of a series in order, and the samples and tokens counted at each, which place the marks."""
+    order = np.argsort(np.array(series.steps), kind="stable")
+    steps = np.array(series.steps)[order]
+    counts = {}
+    for count in _COUNTS:
+        values = np.array(getattr(series, count))
+        if values.any():
+            counts[count] = (steps, values[order])
+    return counts
 
 
-def _rate(
+def _steps_per_second(
     steps: _Floats, times: _Floats, starts: Iterable[float]
 ) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.float32]]:
-    """Return steps per second between logged values, in at most `_RATES` intervals, and the values that end these.
+    """Return steps per second between logged values, in at most `_RATE_POINTS` intervals, and where these end.
 
     No interval spans a restart.
     """
-    at = np.arange(0, len(steps), max(1, len(steps) // _RATES))
-    sitting = np.searchsorted(np.array(sorted(starts)), times[at], side="right")
-    forward = (np.diff(steps[at]) > 0) & (np.diff(times[at]) > 0) & (np.diff(sitting) == 0)
-    rates = np.diff(steps[at])[forward] / np.diff(times[at])[forward]
-    return at[1:][forward], rates.astype(np.float32)
+    stride = max(1, len(steps) // _RATE_POINTS)
+    points = np.arange(0, len(steps), stride)
+    new_steps = np.diff(steps[points])
+    seconds = np.diff(times[points])
+    fit_of_point = np.searchsorted(np.array(sorted(starts)), times[points], side="right")
+    within_fit = np.diff(fit_of_point) == 0
+    valid = (new_steps > 0) & (seconds > 0) & within_fit
+    rates = new_steps[valid] / seconds[valid]
+    return points[1:][valid], rates.astype(np.float32)
 
 
 def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDArray[np.intp]:
@@ -436,16 +516,18 @@ def thinned(values: npt.NDArray[np.float32], most: int = MOST_POINTS) -> npt.NDA
         return np.arange(len(values))
     length = -(-2 * len(values) // most)
     rows = -(-len(values) // length)
-    low, high = (np.full(rows * length, fill, np.float32) for fill in (np.inf, -np.inf))
-    low[: len(values)] = high[: len(values)] = values
-    low[np.isnan(low)], high[np.isnan(high)] = np.inf, -np.inf
-    first = np.arange(rows) * length
-    picked = [
-        first + low.reshape(rows, length).argmin(1),
-        first + high.reshape(rows, length).argmax(1),
-        np.array([0, len(values) - 1]),
-    ]
-    return np.unique(np.minimum(np.concatenate(picked), len(values) - 1))
+    low = np.full(rows * length, np.inf, np.float32)
+    low[: len(values)] = values
+    low[np.isnan(low)] = np.inf
+    high = np.full(rows * length, -np.inf, np.float32)
+    high[: len(values)] = values
+    high[np.isnan(high)] = -np.inf
+    starts = np.arange(rows) * length
+    lowest = starts + low.reshape(rows, length).argmin(1)
+    highest = starts + high.reshape(rows, length).argmax(1)
+    ends = np.array([0, len(values) - 1])
+    selected = np.concatenate([lowest, highest, ends])
+    return np.unique(np.minimum(selected, len(values) - 1))
 
 
 def _base64(values: npt.NDArray[Any]) -> str:
@@ -458,21 +540,20 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
     Raises:
         ConfigurationError: a path contains no run directory.
     """
-    found: list[Path] = []
+    runs: list[Path] = []
     for path in map(Path, paths):
-        inside = sorted(
-            {file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}, key=_in_order
-        )
-        if not inside:
-            fix = "name the directory that a Trainer prints as its log_dir, or one above it"
+        directories = {file.parent for name in (JOURNAL, EVENTS) for file in path.rglob(name)}
+        if not directories:
             raise ConfigurationError(
-                f"{path} contains no run", found=f"no {JOURNAL} in this directory", fix=fix
+                f"{path} contains no run",
+                found=f"no {JOURNAL} in this directory",
+                fix="name the directory that a Trainer prints as its log_dir, or one above it",
             )
-        found += inside
-    return list(dict.fromkeys(found))
+        runs += sorted(directories, key=_natural_order)
+    return list(dict.fromkeys(runs))
 
 
-def _in_order(path: Path) -> list[tuple[int, int, str]]:
+def _natural_order(path: Path) -> list[tuple[int, int, str]]:
     """Return a sort key that puts version_2 before version_10."""
     parts = str(path).replace("_", os.sep).split(os.sep)
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in parts]
