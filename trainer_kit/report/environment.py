@@ -8,7 +8,7 @@ import platform
 import sys
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, Final
+from typing import Final
 
 from trainer_kit.core.display import mask_secrets
 
@@ -25,7 +25,7 @@ _VARIABLES: Final = (
 )  # fmt: skip
 
 
-def describe_environment() -> list[tuple[str, Any]]:
+def describe_environment() -> list[tuple[str, str]]:
     """Return the name and value of each fact; secrets in variables are masked.
 
     Example:
@@ -37,12 +37,12 @@ def describe_environment() -> list[tuple[str, Any]]:
 
 
 @cache
-def _machine() -> tuple[tuple[str, Any], ...]:
+def _machine() -> tuple[tuple[str, str], ...]:
     """Return the facts that do not change in a process."""
     return (*_installed(), *_hardware())
 
 
-def _installed() -> Iterator[tuple[str, Any]]:
+def _installed() -> Iterator[tuple[str, str]]:
     yield "trainer_kit", sys.modules[__name__.partition(".")[0]].__version__
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
@@ -53,7 +53,7 @@ def _installed() -> Iterator[tuple[str, Any]]:
             continue
 
 
-def _hardware() -> Iterator[tuple[str, Any]]:
+def _hardware() -> Iterator[tuple[str, str]]:
     import torch
     import torch.distributed as dist
 
@@ -61,25 +61,27 @@ def _hardware() -> Iterator[tuple[str, Any]]:
     from trainer_kit.core.environment import backends, usable_cores
 
     yield "CPU", f"{os.cpu_count()} cores, {usable_cores()} usable"
-    built = [
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else "",
-        f"ROCm {torch.version.hip}" if torch.version.hip else "",
-    ]
-    yield "torch is built for", ", ".join(filter(None, built)) or "the CPU"
-    found = present_accelerator()
-    yield "accelerator", "none" if found is None else f"{count_accelerators()} of type {found.type}"
-    if found is not None and found.type == "cuda":
+    platforms = []
+    if torch.version.cuda:
+        platforms.append(f"CUDA {torch.version.cuda}")
+    if torch.version.hip:
+        platforms.append(f"ROCm {torch.version.hip}")
+    yield "torch is built for", ", ".join(platforms) or "the CPU"
+    accelerator = present_accelerator()
+    yield (
+        "accelerator",
+        "none" if accelerator is None else f"{count_accelerators()} of type {accelerator.type}",
+    )
+    if accelerator is not None and accelerator.type == "cuda":
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            yield (
-                f"  device {index}",
-                f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB",
-            )
+            memory = properties.total_memory / 2**30
+            yield f"  device {index}", f"{properties.name}, {memory:.0f} GiB"
     if dist.is_available():
         yield "backends", ", ".join(backends("gloo", "nccl", "mpi")) or "none"
 
 
-def _variables() -> Iterator[tuple[str, Any]]:
-    set_here = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
-    for name, value in sorted(mask_secrets(set_here).items()):
+def _variables() -> Iterator[tuple[str, str]]:
+    variables = {name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)}
+    for name, value in sorted(mask_secrets(variables).items()):
         yield f"${name}", value

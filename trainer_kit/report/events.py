@@ -19,7 +19,7 @@ __all__ = ["EVENTS", "append_event", "has_ended", "read_events", "this_process"]
 EVENTS: Final = "events.jsonl"
 
 
-def append_event(directory: Path, kind: str, step: int, **facts: Any) -> None:
+def append_event(directory: Path, kind: str, step: int, **facts: object) -> None:
     """Append one event; secrets in it are masked.
 
     Args:
@@ -60,23 +60,21 @@ def read_events(directory: Path) -> list[dict[str, Any]]:
     return events
 
 
-def this_process() -> list[Any]:
+def this_process() -> list[object]:
     """Return an identifier of this process for `has_ended`."""
     return [socket.gethostname(), boot_id(), os.getpid(), start_time(os.getpid())]
 
 
-def has_ended(process: Any) -> bool:
+def has_ended(process: object) -> bool:
     """Whether a process identified by `this_process` has ended, as far as this machine can tell.
 
     Example:
         >>> has_ended(this_process())
         False
     """
-    if (
-        not isinstance(process, list)
-        or len(process) != 4
-        or not process[3]
-        or process[0] != socket.gethostname()
-    ):
+    if not isinstance(process, list) or len(process) != 4:
         return False
-    return bool(process[1] != boot_id() or start_time(process[2]) != process[3])
+    host, boot, process_id, started = process
+    if not started or host != socket.gethostname():
+        return False
+    return bool(boot != boot_id() or start_time(process_id) != started)

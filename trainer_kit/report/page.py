@@ -78,11 +78,10 @@ def write_report(
     """
     target = Path(path)
     # Links are relative, so that a run can be moved with its page.
-    entries = [
-        {**entry, "home": os.path.relpath(run.directory, target.parent)}
-        for run in runs
-        for entry in run.described()
-    ]
+    entries: list[dict[str, Any]] = []
+    for run in runs:
+        home = os.path.relpath(run.directory, target.parent)
+        entries += [{**entry, "home": home} for entry in run.described()]
     page = render(entries, refresh)
     discard_torn(target)
     replace_file(target, page.encode(), mode=0o600)

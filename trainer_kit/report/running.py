@@ -24,11 +24,16 @@ from trainer_kit.report.page import REPORT, write_report
 
 __all__ = ["RunReport"]
 
-_FIRST = 30.0  # seconds until the first page of a fit
-_EVERY: Final = 120.0  # seconds between two pages
-_SHARE: Final = 0.02  # the largest share of time for writing pages
-_MOST_LINES: Final = 1000  # the most warnings and notes of one fit
-_LONGEST: Final = 20_000  # the most characters of a traceback
+_FIRST = 30.0
+"""Seconds until the first page of a fit."""
+_INTERVAL: Final = 120.0
+"""Seconds between two pages."""
+_TIME_SHARE: Final = 0.02
+"""The largest share of time for writing pages."""
+_MAX_LINES: Final = 1000
+"""The most warnings and notes of one fit."""
+_MAX_TRACEBACK: Final = 20_000
+"""The most characters of a traceback."""
 
 
 @final
@@ -45,9 +50,12 @@ class RunReport:
         say: prints a line.
     """
 
-    def __init__(self, directory: Path, step: Callable[[], int], say: Callable[[str], Any]) -> None:
+    def __init__(
+        self, directory: Path, step: Callable[[], int], say: Callable[[str], object]
+    ) -> None:
         self._run = RunDirectory(directory)
-        self._step, self._say = step, say
+        self._step = step
+        self._say = say
         self._stage = "fit"
         self._lines = 0
         self._problem = ""
@@ -61,7 +69,7 @@ class RunReport:
         return self._run.directory
 
     def begin(
-        self, stage: str, facts: Mapping[str, Any], size: int, step: int | None = None
+        self, stage: str, facts: Mapping[str, object], size: int, step: int | None = None
     ) -> None:
         """Record the start of a stage.
 
@@ -73,8 +81,10 @@ class RunReport:
         """
         self._stage = stage
         try:
-            found = {**facts, **(_facts(self.directory, size) if stage == "fit" else {})}
-            self._append("start", step, stage=stage, process=this_process(), **found)
+            recorded = dict(facts)
+            if stage == "fit":
+                recorded.update(_process_facts(self.directory, size))
+            self._append("start", step, stage=stage, process=this_process(), **recorded)
         except Exception as error:
             self._failed(error)
         # Python documents that showwarning may be replaced; the previous function still shows each warning.
@@ -93,11 +103,13 @@ class RunReport:
             text: the line.
         """
         self._lines += 1
-        if self._lines > _MOST_LINES:
+        if self._lines > _MAX_LINES:
             return
         try:
-            saved = kind == "checkpoint" and not is_url(text)
-            self._append(kind, (step_of(read_info(text)) or None) if saved else None, text=text)
+            step = None
+            if kind == "checkpoint" and not is_url(text):
+                step = step_of(read_info(text)) or None
+            self._append(kind, step, text=text)
         except Exception as error:
             self._failed(error)
 
@@ -115,7 +127,8 @@ class RunReport:
         if self._thread is not None:
             self._stop.set()
             self._thread.join()
-        self._close(self._run, status, None if error is None else self._describe(error), seconds)
+        exception = None if error is None else self._describe(error)
+        self._close(self._run, status, exception, seconds)
         if self._problem:
             self._say(f"{self.directory / REPORT} could not be written: {self._problem}")
 
@@ -126,10 +139,10 @@ class RunReport:
             text: the text that the watchdog prints.
             stacks: the directory of the stacks, or "".
         """
-        found = {"headline": text.partition("\n")[0], "text": text}
+        exception = {"headline": text.partition("\n")[0], "text": text}
         if stacks:
-            found["stacks"] = os.path.relpath(stacks, self.directory)
-        self._close(RunDirectory(self.directory), "hung", found, 4.0)
+            exception["stacks"] = os.path.relpath(stacks, self.directory)
+        self._close(RunDirectory(self.directory), "hung", exception, 4.0)
 
     def _close(
         self, run: RunDirectory, status: str, exception: dict[str, str] | None, seconds: float
@@ -143,38 +156,39 @@ class RunReport:
 
     def _describe(self, error: BaseException) -> dict[str, str]:
         """Describe what ended the run: the failure of another rank, if this one only lost its connection to it."""
-        described = _described(error)
+        description = _describe_error(error)
         cause = find_cause(error, qualified_name(error), f"step {self._step()}")
         if cause is None:
-            return described
+            return description
         headline, *_ = describe([cause], int(os.environ.get("WORLD_SIZE", "1"))).splitlines()
-        text = f"{cause.traceback or headline}\n\nafter it, on this rank:\n{described['text']}"
-        return {"headline": headline, "text": text[-_LONGEST:]}
+        text = f"{cause.traceback or headline}\n\nafter it, on this rank:\n{description['text']}"
+        return {"headline": headline, "text": text[-_MAX_TRACEBACK:]}
 
-    def _append(self, kind: str, step: int | None = None, **facts: Any) -> None:
+    def _append(self, kind: str, step: int | None = None, **facts: object) -> None:
         append_event(self.directory, kind, self._step() if step is None else step, **facts)
 
-    def _show_warning(self, message: Any, category: Any, *rest: Any, **options: Any) -> None:
+    def _show_warning(self, message: Any, category: Any, *arguments: Any, **options: Any) -> None:
         self.note("warning", f"{category.__name__}: {message}")
-        self._outer_show(message, category, *rest, **options)
+        self._outer_show(message, category, *arguments, **options)
 
     def _write_now_and_then(self) -> None:
         """Write pages in the thread: training never waits for it, and it uses a small share of interpreter time."""
-        run, wait = self._run, _FIRST
+        run = self._run
+        wait = _FIRST
         while not self._stop.wait(wait):
-            began = time.thread_time()
+            start = time.thread_time()
             try:
                 run.read(pause=lambda: self._stop.wait(0.05))
                 write_report(run.directory / REPORT, [run])
             except Exception as error:
                 self._failed(error)
-            wait = max(_EVERY, (time.thread_time() - began) / _SHARE)
+            wait = max(_INTERVAL, (time.thread_time() - start) / _TIME_SHARE)
 
     def _failed(self, error: Exception) -> None:
         self._problem = self._problem or f"{type(error).__name__}: {error}"
 
 
-def _facts(directory: Path, size: int) -> dict[str, Any]:
+def _process_facts(directory: Path, size: int) -> dict[str, Any]:
     journal = directory / JOURNAL
     return {
         "journal": journal.stat().st_size if journal.exists() else 0,
@@ -200,7 +214,7 @@ def _limit(seconds: float) -> Callable[[], None]:
     return check
 
 
-def _described(error: BaseException) -> dict[str, str]:
+def _describe_error(error: BaseException) -> dict[str, str]:
     headline = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    return {"headline": headline, "text": text[-_LONGEST:]}
+    return {"headline": headline, "text": text[-_MAX_TRACEBACK:]}

@@ -27,7 +27,8 @@ class TrainerReport:
     """
 
     def __init__(self, trainer: Session, stage: str) -> None:
-        self._trainer, self._stage = trainer, stage
+        self._trainer = trainer
+        self._stage = stage
         self._report: RunReport | None = None
         self._early: list[tuple[str, str]] = []
         self._outer_note: Callable[..., Any] = trainer.note
@@ -47,10 +48,11 @@ class TrainerReport:
         if self._report is None or not trainer.is_global_zero:
             return
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit)) or trainer.requests.signal
-        if error is None or interrupted:
-            self._report.end(
-                "finished" if error is None else "interrupted", None, 5.0 if interrupted else 60.0
-            )
+        if interrupted:
+            status = "finished" if error is None else "interrupted"
+            self._report.end(status, None, seconds=5.0)
+        elif error is None:
+            self._report.end("finished")
         else:
             self._report.end("failed", error)
 
@@ -78,7 +80,8 @@ class TrainerReport:
             self._report.note(kind, text)
 
     def _facts(self, module: Any) -> dict[str, Any]:
-        trainer, record = self._trainer, self._trainer.files.record
+        trainer = self._trainer
+        record = trainer.files.record
         facts: dict[str, Any] = {"title": type(module).__name__}
         if self._stage != "fit":
             return facts
@@ -95,33 +98,30 @@ class TrainerReport:
         }
 
 
-def _configuration(trainer: Session, module: Any) -> list[list[Any]]:
+def _configuration(trainer: Session, module: Any) -> list[list[object]]:
     """Return section, name, value and origin of each value; values from the user come first."""
     parameters = inspect.signature(type(trainer).__init__).parameters.values()
     defaults = plain_arguments(
         {each.name: each.default for each in parameters if each.default is not each.empty}
     )
-    rows: list[list[Any]] = []
+    rows: list[list[object]] = []
     for name, value in trainer.arguments.items():
-        chosen = trainer.origins.get(name)
-        if chosen is None or chosen.origin in ("argument", "default"):
-            rows.append(
-                ["Trainer", name, value, "default" if value == defaults.get(name) else "argument"]
-            )
+        setting = trainer.origins.get(name)
+        if setting is not None and setting.origin not in ("argument", "default"):
+            rows.append(["Trainer", name, plain(setting.value), setting.origin])
+        elif value == defaults.get(name):
+            rows.append(["Trainer", name, value, "default"])
         else:
-            rows.append(["Trainer", name, plain(chosen.value), chosen.origin])
+            rows.append(["Trainer", name, value, "argument"])
     rows.sort(key=lambda row: row[3] == "default")
     seed = "argument" if trainer.seed is not None else "the run or the script"
-    facts = [
-        ("seed of the data's order", trainer.data_seed, seed),
-        ("processes", trainer.world_size, ""),
-    ]
-    rows += [["Run", *fact] for fact in facts]
+    rows.append(["Run", "seed of the data's order", trainer.data_seed, seed])
+    rows.append(["Run", "processes", trainer.world_size, ""])
     for owner in (module, trainer.datamodule):
-        if owner is not None:
-            values = flatten(plain(params_dict(dict(owner.hparams))))
-            rows += [
-                [type(owner).__name__, name, value, "save_hyperparameters"]
-                for name, value in values.items()
-            ]
+        if owner is None:
+            continue
+        section = type(owner).__name__
+        values = flatten(plain(params_dict(dict(owner.hparams))))
+        for name, value in values.items():
+            rows.append([section, name, value, "save_hyperparameters"])
     return rows
