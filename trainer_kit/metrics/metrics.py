@@ -74,7 +74,9 @@ class Metrics:
             Any
         ] = []  # metric objects of an epoch whose last hook may still read them
         self._suspended: dict[str, Any] | None = None  # see `suspend`
-        self._before_evaluation: Callable[[], None] = _nothing
+        self._restore_objects: Callable[[], None] = _nothing
+        # Of the training that an evaluation interrupts: hook, weight and feed.
+        self._interrupted: tuple[str, float | None, Feed | None] | None = None
         self.callback: dict[str, float] = {}
         self.logged: dict[str, float] = {}
         self.progress_bar: dict[str, float] = {}
@@ -205,8 +207,9 @@ class Metrics:
 
     def enter(self, stage: str) -> None:
         """Record values of ``stage`` from now on; values of its previous round are dropped."""
+        self._interrupted = self.hook, self.weight, self.feed
         if self.module is not None:
-            self._before_evaluation = remember_metrics([self.module])
+            self._restore_objects = remember_metrics([self.module])
         self._tables[stage] = self.table = {}
         self.loader, self.by_batch = None, False
         self.leave_batch()
@@ -224,11 +227,37 @@ class Metrics:
         """Return from an evaluation to training; one that was not completed leaves no trace in metric objects."""
         if not completed:
             self._reduced.clear()
-            self._before_evaluation()
-        self._before_evaluation = _nothing
+            self._restore_objects()
+        self._restore_objects = _nothing
         self.table = self._tables["train"]
         self.loader = None
         self.absent.clear()
+        if self._interrupted is not None:
+            self.hook, self.weight, self.feed = self._interrupted
+            self._interrupted = None
+
+    def enter_loader(self, index: int | None) -> None:
+        """Values logged from now on belong to this evaluation loader; None: to none, or to the only one."""
+        self.loader = index
+
+    def note_absent_loader(self) -> None:
+        """Note that this rank had no batch of the loader."""
+        self.absent.add(self.loader)
+
+    def use_sizes_of(self, feed: Feed | None) -> None:
+        """Weigh values by the sizes of this feed's batches; None: weights are set before each batch."""
+        self.feed = feed
+
+    @contextmanager
+    def unrecorded(self, hook: str) -> Iterator[None]:
+        """Drop the values that are logged inside this context; they may be logged as in ``hook``."""
+        before = self.table, self.by_batch, self.hook
+        self.table = {}
+        self.hook = hook
+        try:
+            yield
+        finally:
+            self.table, self.by_batch, self.hook = before
 
     @contextmanager
     def discarding_logs(self) -> Iterator[None]:

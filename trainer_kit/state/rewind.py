@@ -178,7 +178,7 @@ class Guard:
         requests.checkpoints.clear()
         feed = metrics.feed
         metrics.forget()
-        metrics.feed = feed
+        metrics.use_sizes_of(feed)
         for one in (
             run.windows.feed,
             *(run.validation.feeds if run.validation is not None else ()),

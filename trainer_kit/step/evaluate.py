@@ -14,6 +14,7 @@ from typing import Any, final
 
 import torch
 from lightning_utilities.core.overrides import is_overridden
+from torch import Tensor
 
 from trainer_kit.core.hooks import forget_modes, keep_modes, restore_modes
 from trainer_kit.core.module import TrainModule
@@ -45,7 +46,7 @@ class Evaluation:
         expected: the number of batches per loader, as far as it is known before reading; None if unknown.
         strategy: splits loaders over its data ranks, and binds the step.
         move: copies a batch to the device; None if that is not needed.
-        whole: whether ranks that share a batch each run all of it.
+        whole_batches: whether ranks that share a batch each run all of it.
         inference_mode: torch's, instead of ``no_grad``.
         publish: called with the ``on_step`` values of a batch and the number of that loader's batches before it.
         seen: the batches of each loader so far, over all rounds.
@@ -63,7 +64,7 @@ class Evaluation:
     precision: Precision
     strategy: Strategy
     move: Callable[[Any, int], Any] | None
-    whole: bool
+    whole_batches: bool
     inference_mode: bool
     publish: Callable[[Reduced, int], None]
     seen: dict[int, int] = field(default_factory=dict)
@@ -75,142 +76,158 @@ class Evaluation:
         """The number of batches per loader, infinite if unknown; a hint for a loader that only claims to have it."""
         return [math.inf if batches is None else batches for batches in self.expected]
 
+    @property
+    def step_name(self) -> str:
+        """The method of the module that runs a batch."""
+        return f"{_HOOKS[self.stage]}_step"
+
     def listeners(self, moment: str) -> Listeners:
         """The listeners of ``on_<stage>_<moment>``."""
-        found: Listeners = getattr(self.bus, f"on_{_HOOKS[self.stage]}_{moment}")
-        return found
+        listeners: Listeners = getattr(self.bus, f"on_{_HOOKS[self.stage]}_{moment}")
+        return listeners
 
+    def call_hooks(self, *moments: str) -> None:
+        """Call ``on_<stage>_<moment>`` for each of these moments."""
+        for moment in moments:
+            for hook in self.listeners(moment):
+                hook()
 
-def evaluate(run: Evaluation, epoch: int = 0) -> Reduced:
-    """Run every loader once and return the reduced values of all ranks."""
-    with _Evaluating(run):
-        _call(run, "start", "epoch_start")
+    def replace_loaders(self, other: Evaluation) -> None:
+        """Read the loaders of another evaluation from the next round on; those of before are closed."""
+        for feed in self.feeds:
+            feed.close()
+        self.feeds = other.feeds
+        self.limits = other.limits
+        self.expected = other.expected
+
+    def run_loader(self, loader: int, epoch: int, outputs: list[Any] | None) -> bool:
+        """Run one loader; return whether this rank had a batch.
+
+        Args:
+            loader: its index.
+            epoch: which sampling of its data is read.
+            outputs: what the step returns is appended here, and `EMPTY` for a padding batch; None: it is dropped.
+        """
+        step, extra = self._bound_step(loader)
+        starts, ends = self.listeners("batch_start"), self.listeners("batch_end")
+        metrics, move, lockstep = self.metrics, self.move, self.strategy.lockstep
+        context, step_name = self.precision.forward_context(), self.step_name
+        feed, publish, predicts = self.feeds[loader], self.publish, self.stage == "predict"
+        weigh = None if self.whole_batches else part_weight(self.module, self.strategy)
+        if predicts:
+            feed.record_indices()
+        metrics.use_sizes_of(feed if weigh is None else None)
+        earlier: Any = None
         ran = False
-        for index in range(len(run.feeds)):
-            run.metrics.loader = index if len(run.feeds) > 1 else None
-            if _batches(run, index, epoch, None):
+        batches = islice(feed.sized_epoch(epoch), self.limits[loader])
+        for index, (batch, size) in enumerate(padded_to_longest(feed, batches, self.strategy)):
+            self.batches += 1
+            if lockstep and index == 0:
+                earlier = self._shared_first_batch(batch, loader)
+            if batch is EMPTY:  # the other ranks have more samples
+                if outputs is not None:
+                    outputs.append(EMPTY)
+                if lockstep:
+                    self._run_padding(partial(step, earlier, index, *extra))
+                continue
+            ran = True
+            if predicts:
+                self.indices = feed.next_indices()
+            # Weight and hook are stored from here: methods would be Python calls in every batch.
+            if weigh is None:
+                metrics.weight = size
+            else:
+                metrics.weight = None
+                metrics.weigh = partial(_weight, weigh, batch)
+            if move is not None:
+                batch = move(batch, loader)
+            for hook in starts:
+                hook(batch, index, loader)
+            metrics.hook = step_name
+            if context is None:
+                output = step(batch, index, *extra)
+            else:
+                with context:
+                    output = step(batch, index, *extra)
+            if lockstep:
+                earlier = batch
+            for hook in ends:
+                hook(output, batch, index, loader)
+            if outputs is not None:
+                outputs.append(output)
+            if metrics.by_batch:
+                self.seen[loader] = self.seen.get(loader, 0) + 1
+                publish(metrics.flush_evaluation_step(), self.seen[loader])
+        return ran
+
+    def _bound_step(self, loader: int) -> tuple[Callable[..., Any], tuple[int, ...]]:
+        """The step under the strategy, and its arguments after batch and index."""
+        step: Callable[..., Any] = getattr(self.module, self.step_name)
+        extra = (loader,) if len(self.feeds) > 1 else ()
+        if not takes(step, 2 + len(extra)):
+            step = _first_arguments(step, extra)
+            extra = ()
+        return self.strategy.bind_evaluation(step, whole=self.whole_batches), extra
+
+    def _shared_first_batch(self, batch: Any, loader: int) -> Any:
+        """A batch that ranks without one can run as padding; None where none is needed. Every data rank calls it."""
+        if self._all_have_first_batch(loader):
+            return None
+        shared = shared_batch(None if batch is EMPTY else batch, self.strategy.data)
+        return shared if self.move is None else self.move(shared, loader)
+
+    def _all_have_first_batch(self, loader: int) -> bool:
+        """Whether every data rank is known to have a share of the first batch."""
+        feed = self.feeds[loader]
+        samples = feed.samples(0)
+        if samples is None or samples < self.strategy.data.size:
+            return False
+        # Full batches go to the ranks in turn, so a single batch belongs to one rank.
+        return all(unit == "samples" for unit, _ in feed.stride)
+
+    def _run_padding(self, step: Callable[[], Any]) -> None:
+        """Run a padding batch for the collectives of the other ranks, without hooks and without logging."""
+        context = self.precision.forward_context() or nullcontext()
+        effects = without_side_effects(self.module, self.strategy.device)
+        with self.metrics.unrecorded(self.step_name), effects, context:
+            step()
+
+
+def evaluate(evaluation: Evaluation, epoch: int = 0) -> Reduced:
+    """Run every loader once and return the reduced values of all ranks."""
+    metrics, loaders = evaluation.metrics, len(evaluation.feeds)
+    with _Evaluating(evaluation):
+        evaluation.call_hooks("start", "epoch_start")
+        ran = False
+        for index in range(loaders):
+            metrics.enter_loader(index if loaders > 1 else None)
+            if evaluation.run_loader(index, epoch, outputs=None):
                 ran = True
             else:
-                run.metrics.absent.add(run.metrics.loader)
-        run.metrics.loader = None
-        run.metrics.leave_batch()
-        reduced = run.metrics.flush_epoch(ran)  # hooks see the reduced values,
-        _call(run, "epoch_end")
-        if (
-            run.listeners("epoch_end") or run.strategy.reports.size > 1
-        ):  # who listens may differ from rank to rank
-            reduced.add(run.metrics.flush_epoch(ran))  # and what they log belongs to them
-        _call(run, "end")
-        run.metrics.reset_objects()
+                metrics.note_absent_loader()
+        metrics.enter_loader(None)
+        metrics.leave_batch()
+        reduced = metrics.flush_epoch(ran)  # hooks see the reduced values,
+        evaluation.call_hooks("epoch_end")
+        # Which hooks are overridden may differ from rank to rank.
+        if evaluation.listeners("epoch_end") or evaluation.strategy.reports.size > 1:
+            reduced.add(metrics.flush_epoch(ran))  # and what they log belongs to them
+        evaluation.call_hooks("end")
+        metrics.reset_objects()
     return reduced
 
 
-def predict(run: Evaluation, keep: bool = True) -> list[list[Any]]:
+def predict(evaluation: Evaluation, keep: bool = True) -> list[list[Any]]:
     """Run every loader once and return what ``predict_step`` returned: a list for each loader, in dataset order."""
-    outputs: list[list[Any]] = []
-    with _Evaluating(run):
-        _call(run, "start", "epoch_start")
-        for index in range(len(run.feeds)):
-            mine: list[Any] = []
-            _batches(run, index, 0, mine if keep else None)
-            outputs.append(_in_order(mine, run.strategy.data) if keep else [])
-        _call(run, "epoch_end", "end")
-    return outputs
-
-
-def _call(run: Evaluation, *moments: str) -> None:
-    for moment in moments:
-        for hook in run.listeners(moment):
-            hook()
-
-
-def _batches(run: Evaluation, loader: int, epoch: int, kept: list[Any] | None) -> bool:
-    """Run one loader; return whether this rank had a batch."""
-    name = f"{_HOOKS[run.stage]}_step"
-    step = getattr(run.module, name)
-    extra = (loader,) if len(run.feeds) > 1 else ()
-    if not takes(step, 2 + len(extra)):
-        step, extra = _first_arguments(step, extra), ()
-    step = run.strategy.bind_evaluation(step, whole=run.whole)
-    metrics, context, move = run.metrics, run.precision.forward_context(), run.move
-    starts, ends = run.listeners("batch_start"), run.listeners("batch_end")
-    weigh = None if run.whole else part_weight(run.module, run.strategy)
-    feed, lockstep, earlier, ran = run.feeds[loader], run.strategy.lockstep, None, False
-    names = run.stage == "predict"
-    if names:
-        feed.record_indices()
-    metrics.feed = feed if weigh is None else None
-    mine = padded_to_longest(
-        feed, islice(feed.sized_epoch(epoch), run.limits[loader]), run.strategy
-    )
-    for index, (batch, size) in enumerate(mine):
-        run.batches += 1
-        if lockstep and index == 0 and not _all_have(run, loader):
-            earlier = shared_batch(None if batch is EMPTY else batch, run.strategy.data)
-            earlier = earlier if move is None else move(earlier, loader)
-        if batch is EMPTY:  # the other ranks have more samples
-            if kept is not None:
-                kept.append(EMPTY)
-            if lockstep:
-                _run_padding(run, partial(step, earlier, index, *extra))
-            continue
-        ran = True
-        if names:
-            run.indices = feed.next_indices()
-        if weigh is not None:
-            metrics.weight, metrics.weigh = None, partial(_weight, weigh, batch)
-        else:
-            metrics.weight = size
-        if move is not None:
-            batch = move(batch, loader)
-        for hook in starts:
-            hook(batch, index, loader)
-        metrics.hook = name
-        if context is None:
-            output = step(batch, index, *extra)
-        else:
-            with context:
-                output = step(batch, index, *extra)
-        if lockstep:
-            earlier = batch
-        for hook in ends:
-            hook(output, batch, index, loader)
-        if kept is not None:
-            kept.append(output)
-        if metrics.by_batch:
-            seen = run.seen[loader] = run.seen.get(loader, 0) + 1
-            run.publish(metrics.flush_evaluation_step(), seen)
-    return ran
-
-
-def _all_have(run: Evaluation, loader: int) -> bool:
-    """Whether every data rank is known to have a share of the first batch."""
-    feed, ranks = run.feeds[loader], run.strategy.data.size
-    samples = feed.samples(0)
-    # Full batches go to the ranks in turn, so a single batch belongs to one rank.
-    return (
-        samples is not None
-        and samples >= ranks
-        and all(unit == "samples" for unit, _ in feed.stride)
-    )
-
-
-def _run_padding(run: Evaluation, step: Callable[[], Any]) -> None:
-    """Run a padding batch for the collectives of the other ranks, without hooks and without logging."""
-    metrics = run.metrics
-    kept, metrics.table, metrics.hook = (
-        (metrics.table, metrics.by_batch),
-        {},
-        f"{_HOOKS[run.stage]}_step",
-    )
-    try:
-        with (
-            without_side_effects(run.module, run.strategy.device),
-            run.precision.forward_context() or nullcontext(),
-        ):
-            step()
-    finally:
-        metrics.table, metrics.by_batch = kept
+    predictions: list[list[Any]] = []
+    with _Evaluating(evaluation):
+        evaluation.call_hooks("start", "epoch_start")
+        for index in range(len(evaluation.feeds)):
+            outputs: list[Any] = []
+            evaluation.run_loader(index, 0, outputs if keep else None)
+            predictions.append(_in_dataset_order(outputs, evaluation.strategy.data, keep))
+        evaluation.call_hooks("epoch_end", "end")
+    return predictions
 
 
 def _weight(weigh: Callable[[Any], Any], batch: Any) -> float:
@@ -227,17 +244,22 @@ def _first_arguments(step: Callable[..., Any], extra: tuple[int, ...]) -> Callab
     return lambda batch, index: step(batch, index, *(extra or (0,)))
 
 
-def _in_order(mine: list[Any], group: Group) -> list[Any]:
+def _in_dataset_order(outputs: list[Any], group: Group, keep: bool) -> list[Any]:
     """The outputs of all ranks in dataset order: a global batch is the concatenation of the ranks' blocks."""
-    if group.size == 1:
-        return mine
-    on_host = map_tensors(
-        [(i, out) for i, out in enumerate(mine) if out is not EMPTY],
-        lambda t: t.cpu(),  # sync point: predictions leave the device
-    )
-    everyone = [dict(part) for part in group.all_gather_object(on_host)]
-    count = max((max(part, default=-1) for part in everyone), default=-1) + 1
-    return [part[index] for index in range(count) for part in everyone if index in part]
+    if group.size == 1 or not keep:
+        return outputs
+    indexed = [(index, output) for index, output in enumerate(outputs) if output is not EMPTY]
+    on_host = map_tensors(indexed, _to_host)
+    outputs_of_ranks = [dict(pairs) for pairs in group.all_gather_object(on_host)]
+    last = max(max(by_index, default=-1) for by_index in outputs_of_ranks)
+    ordered: list[Any] = []
+    for index in range(last + 1):
+        ordered += [by_index[index] for by_index in outputs_of_ranks if index in by_index]
+    return ordered
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    return tensor.cpu()  # sync point: predictions leave the device
 
 
 @final
@@ -247,37 +269,36 @@ class _Evaluating:
     A class and not a generator: contextlib turns a user's StopIteration into a RuntimeError.
     """
 
-    def __init__(self, run: Evaluation) -> None:
-        self._run, self._kind = run, _HOOKS[run.stage]
-        self._gradients = torch.inference_mode() if run.inference_mode else torch.no_grad()
-        self._ending = Teardown()
+    def __init__(self, evaluation: Evaluation) -> None:
+        self._module = evaluation.module
+        self._metrics = evaluation.metrics
+        self._stage = evaluation.stage
+        self._without_gradients = (
+            torch.inference_mode() if evaluation.inference_mode else torch.no_grad()
+        )
+        self._teardown = Teardown()
 
     def __enter__(self) -> None:
-        module, metrics, ending = self._run.module, self._run.metrics, self._ending
-        before = metrics.hook, metrics.weight, metrics.feed
+        module, teardown = self._module, self._teardown
+        hooks = _HOOKS[self._stage]
         keep_modes(module)
         # If a hook of the user fails, the modes are restored and the exception of the evaluation is kept.
-        ending.failed.append(lambda error: restore_modes(module))
-        ending.cleanup += [
-            lambda error: self._gradients.__exit__(None, None, None),
-            lambda error: self._leave_table(error is None, *before),
-            lambda error: getattr(module, f"on_{self._kind}_model_train")(),
-            lambda error: forget_modes(module),
-        ]
-        metrics.enter(self._run.stage)
-        self._gradients.__enter__()
+        teardown.failed.append(lambda error: restore_modes(module))
+        teardown.cleanup.extend(
+            (
+                lambda error: self._without_gradients.__exit__(None, None, None),
+                lambda error: self._metrics.leave(completed=error is None),
+                lambda error: getattr(module, f"on_{hooks}_model_train")(),
+                lambda error: forget_modes(module),
+            )
+        )
+        self._metrics.enter(self._stage)
+        self._without_gradients.__enter__()
         try:
-            getattr(module, f"on_{self._kind}_model_eval")()
+            getattr(module, f"on_{hooks}_model_eval")()
         except BaseException:
-            ending.__exit__(*sys.exc_info())
+            teardown.__exit__(*sys.exc_info())
             raise
-
-    def _leave_table(
-        self, completed: bool, hook: str, weight: float | None, feed: Feed | None
-    ) -> None:
-        metrics = self._run.metrics
-        metrics.leave(completed)
-        metrics.hook, metrics.weight, metrics.feed = hook, weight, feed
 
     def __exit__(
         self,
@@ -285,7 +306,7 @@ class _Evaluating:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._ending.__exit__(kind, error, traceback)
+        self._teardown.__exit__(kind, error, traceback)
 
 
 def part_weight(module: TrainModule, strategy: Strategy) -> Callable[[Any], Any] | None:
@@ -293,7 +314,7 @@ def part_weight(module: TrainModule, strategy: Strategy) -> Callable[[Any], Any]
     if not is_overridden("loss_weight", module, TrainModule):
         return None
     weigh: Callable[[Any], Any] = module.loss_weight
-    part = strategy.shard_batch
-    if part is None or strategy.losses.size == strategy.data.size:
+    shard_batch = strategy.shard_batch
+    if shard_batch is None or strategy.losses.size == strategy.data.size:
         return weigh
-    return lambda batch: weigh(part(batch))
+    return lambda batch: weigh(shard_batch(batch))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 from lightning_utilities.core.overrides import is_overridden
@@ -76,37 +77,34 @@ def configure_optimizers(module: TrainModule, strategy: Strategy | None = None) 
         module: the user's.
         strategy: whose configuration may name what the module does not.
     """
-    sections: Any = None if strategy is None else strategy.sections
-    named = sections is not None and sections.optimizer is not None
-    if is_overridden("configure_optimizers", module, TrainModule):
-        given = _call(module)
-        if named and given is not None:
-            sections.refuse_both("optimizer", given)
-    elif not named:
+    # The sections "optimizer" and "scheduler" of an engine's configuration.
+    sections = None if strategy is None else strategy.sections
+    has_section = sections is not None and sections.optimizer is not None
+    is_configured = is_overridden("configure_optimizers", module, TrainModule)
+    if not is_configured and not has_section:
         raise ConfigurationError(
             f"{type(module).__name__} has no optimizer",
             fix="override configure_optimizers (return None to train without)",
         )
-    else:
-        given = None
-    if given is None and named:
+    returned = _call_configure(module) if is_configured else None
+    if sections is not None and has_section:
+        if returned is not None:
+            sections.refuse_both("optimizer", returned)
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        given = sections.make_optimizer(trained)
-    made = _read(given, module)
-    if (
-        strategy is not None
-        and sections is not None
-        and sections.scheduler is not None
-        and len(made.optimizers) == 1
-    ):
-        if made.schedulers:
-            sections.refuse_both("scheduler", made.schedulers[0].scheduler)
-        scheduler = sections.make_scheduler(made.optimizers[0], strategy.device)
-        made.schedulers.append(LRSchedulerConfig(scheduler, "step", optimizer=made.optimizers[0]))
-    return made
+        returned = sections.make_optimizer(trained)
+    configured = _read(returned, module)
+    if sections is None or sections.scheduler is None or len(configured.optimizers) != 1:
+        return configured
+    if configured.schedulers:
+        sections.refuse_both("scheduler", configured.schedulers[0].scheduler)
+    (optimizer,) = configured.optimizers
+    assert strategy is not None
+    scheduler = sections.make_scheduler(optimizer, strategy.device)
+    configured.schedulers.append(LRSchedulerConfig(scheduler, "step", optimizer=optimizer))
+    return configured
 
 
-def _call(module: TrainModule) -> Any:
+def _call_configure(module: TrainModule) -> Any:
     try:
         return module.configure_optimizers()
     except ValueError as error:
@@ -116,21 +114,23 @@ def _call(module: TrainModule) -> Any:
 
 
 def _no_parameters(optimizer: str, module: TrainModule) -> ConfigurationError:
-    frozen = sum(not parameter.requires_grad for parameter in module.parameters())
+    name = type(module).__name__
+    parameters = list(module.parameters())
+    frozen = sum(not parameter.requires_grad for parameter in parameters)
     return ConfigurationError(
-        f"{optimizer} of {type(module).__name__}.configure_optimizers received no parameters that require a gradient",
-        found=f"{type(module).__name__} has {sum(1 for _ in module.parameters())} parameters, {frozen} of them frozen",
+        f"{optimizer} of {name}.configure_optimizers received no parameters that require a gradient",
+        found=f"{name} has {len(parameters)} parameters, {frozen} of them frozen",
         fix="pass it self.parameters(); layers in a plain list or dict must be in nn.ModuleList or nn.ModuleDict",
     )
 
 
 def check_parameters(
-    made: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]
+    configured: Optimizers, module: TrainModule, strategy: Strategy, say: Callable[[str], None]
 ) -> None:
     """Refuse an optimizer that steps nothing of the module; every rank must call it.
 
     Args:
-        made: the optimizers, as the strategy has prepared them.
+        configured: the optimizers, as the strategy has prepared them.
         module: the user's.
         strategy: knows whose parameters an engine has put others in the place of.
         say: prints a line about parameters that are not the module's.
@@ -138,136 +138,154 @@ def check_parameters(
     Raises:
         ConfigurationError: none of an optimizer's parameters is one of the module.
     """
-    known = {id(parameter) for parameter in module.parameters()}
-    for optimizer in made.optimizers:
-        own = [parameter for group in strategy.optimizer_state(optimizer)[0] for parameter in group]
-        others = sum(id(parameter) not in known for parameter in own)
+    parameters_of_module = {id(parameter) for parameter in module.parameters()}
+    for optimizer in configured.optimizers:
+        groups, _ = strategy.optimizer_state(optimizer)
+        parameters = list(chain.from_iterable(groups))
+        foreign = sum(id(parameter) not in parameters_of_module for parameter in parameters)
         name, owner = type(optimizer).__name__, type(module).__name__
-        if own and others == len(own):
+        if parameters and foreign == len(parameters):
             raise ConfigurationError(
                 f"{name} updates parameters that do not belong to {owner}",
-                found=f"{others} parameters, of which {owner} has none",
+                found=f"{foreign} parameters, of which {owner} has none",
                 fix="create it in configure_optimizers from self.parameters(); a copy of the module, and layers in a"
                 " plain list or dict, have other parameters",
             )
-        if others:
+        if foreign:
             say(
-                f"{others} of {len(own)} parameters of {name} are not {owner}'s: checkpoints do not hold their values"
+                f"{foreign} of {len(parameters)} parameters of {name} are not {owner}'s:"
+                " checkpoints do not hold their values"
             )
 
 
-def _read(given: Any, module: TrainModule) -> Optimizers:
-    if given is None:
-        return Optimizers([], [])
-    if isinstance(given, Mapping) and "optimizer" not in given:
-        parts = {
-            str(name): _one(value, f"configure_optimizers()[{name!r}]")
-            for name, value in given.items()
-        }
-        made = Optimizers(
-            [o for o, _ in parts.values()], [s for _, ss in parts.values() for s in ss], list(parts)
-        )
-    elif (
-        isinstance(given, tuple)
-        and len(given) == 2
-        and all(isinstance(part, (list, tuple)) for part in given)
-    ):
-        made = Optimizers(
-            list(given[0]), [_scheduler(s, "configure_optimizers()[1]") for s in given[1]]
-        )
-    elif isinstance(given, (list, tuple)):
-        pairs = [_one(value, f"configure_optimizers()[{i}]") for i, value in enumerate(given)]
-        made = Optimizers([o for o, _ in pairs], [s for _, ss in pairs for s in ss])
-    else:
-        optimizer, schedulers = _one(given, "configure_optimizers()")
-        made = Optimizers([optimizer], schedulers)
-    for optimizer in made.optimizers:
+def _read(returned: Any, module: TrainModule) -> Optimizers:
+    """What ``configure_optimizers`` returned, checked."""
+    configured = _sort_out(returned)
+    for optimizer in configured.optimizers:
         if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
                 "configure_optimizers returned no optimizer", found=repr(type(optimizer))
             )
         if not parameters_of(optimizer):
             raise _no_parameters(type(optimizer).__name__, module)
-    _check(made, module)
-    return made
+    if module.automatic_optimization:  # else the module steps its schedulers itself
+        _check_schedulers(configured)
+        _check_names(configured)
+    return configured
 
 
-def _one(value: Any, where: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
+def _sort_out(returned: Any) -> Optimizers:
+    """Read every form that ``configure_optimizers`` may return."""
+    source = "configure_optimizers()"
+    if returned is None:
+        return Optimizers([], [])
+    if isinstance(returned, Mapping) and "optimizer" not in returned:
+        values = {f"{source}[{name!r}]": value for name, value in returned.items()}
+        configured = _join(values)
+        configured.names = [str(name) for name in returned]
+        return configured
+    if _is_pair_of_lists(returned):
+        optimizers, schedulers = returned
+        configs = [_scheduler_config(scheduler, f"{source}[1]") for scheduler in schedulers]
+        return Optimizers(list(optimizers), configs)
+    if isinstance(returned, (list, tuple)):
+        return _join({f"{source}[{index}]": value for index, value in enumerate(returned)})
+    return _join({source: returned})
+
+
+def _is_pair_of_lists(returned: Any) -> bool:
+    """Whether these are optimizers and schedulers."""
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        return False
+    return all(isinstance(objects, (list, tuple)) for objects in returned)
+
+
+def _join(values: Mapping[str, Any]) -> Optimizers:
+    """The optimizers, each with its schedulers; keys say where a value stands in what was returned."""
+    joined = Optimizers([], [])
+    for source, value in values.items():
+        optimizer, configs = _optimizer_and_schedulers(value, source)
+        joined.optimizers.append(optimizer)
+        joined.schedulers.extend(configs)
+    return joined
+
+
+def _optimizer_and_schedulers(value: Any, source: str) -> tuple[Optimizer, list[LRSchedulerConfig]]:
     if isinstance(value, Optimizer):
         return value, []
-    if isinstance(value, Mapping) and "optimizer" in value:
-        unknown = set(value) - {"optimizer", "lr_scheduler", "monitor", "frequency"}
-        if unknown:
+    if not isinstance(value, Mapping) or "optimizer" not in value:
+        fix = "return an optimizer, a list, or a dict with 'optimizer'"
+        if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+            fix = "return [optimizer], [scheduler]"
+        raise ConfigurationError(
+            f"{source} is not an optimizer", found=type(value).__name__, fix=fix
+        )
+    unknown = set(value) - {"optimizer", "lr_scheduler", "monitor", "frequency"}
+    if unknown:
+        raise ConfigurationError(
+            f"{source} has an unknown key",
+            found=repr(min(unknown)),
+            fix=did_you_mean(str(min(unknown)), ["optimizer", "lr_scheduler", "monitor"]),
+        )
+    optimizer = value["optimizer"]
+    if value.get("lr_scheduler") is None:
+        return optimizer, []
+    config = _scheduler_config(value["lr_scheduler"], source, value.get("monitor"))
+    return optimizer, [config]
+
+
+def _scheduler_config(value: Any, source: str, monitor: str | None = None) -> LRSchedulerConfig:
+    """A scheduler or the dict of its options, checked; ``monitor`` is used where the dict has none."""
+    options = dict(value) if isinstance(value, Mapping) else {"scheduler": value}
+    for key in options:
+        if key not in _SCHEDULER_KEYS:
             raise ConfigurationError(
-                f"{where} has an unknown key",
-                found=repr(min(unknown)),
-                fix=did_you_mean(str(min(unknown)), ["optimizer", "lr_scheduler", "monitor"]),
+                f"{source}: unknown key {key!r} of lr_scheduler",
+                fix=did_you_mean(str(key), _SCHEDULER_KEYS),
             )
-        optimizer = value["optimizer"]
-        if value.get("lr_scheduler") is None:
-            return optimizer, []
-        config = _scheduler(value["lr_scheduler"], where)
-        config.monitor = config.monitor or value.get("monitor")
-        return optimizer, [config]
-    raise ConfigurationError(
-        f"{where} is not an optimizer",
-        found=type(value).__name__,
-        fix="return [optimizer], [scheduler]"
-        if isinstance(value, (LRScheduler, ReduceLROnPlateau))
-        else "return an optimizer, a list, or a dict with 'optimizer'",
-    )
-
-
-def _scheduler(value: Any, where: str) -> LRSchedulerConfig:
-    if isinstance(value, Mapping):
-        for key in value:
-            if key not in _SCHEDULER_KEYS:
-                raise ConfigurationError(
-                    f"{where}: unknown key {key!r} of lr_scheduler",
-                    fix=did_you_mean(str(key), _SCHEDULER_KEYS),
-                )
-        if "scheduler" not in value:
-            raise ConfigurationError(f"{where}: lr_scheduler needs a key 'scheduler'")
-        config = LRSchedulerConfig(**value)
-    else:
-        config = LRSchedulerConfig(value)
+    if "scheduler" not in options:
+        raise ConfigurationError(f"{source}: lr_scheduler needs a key 'scheduler'")
+    scheduler = options["scheduler"]
+    options["monitor"] = options.get("monitor") or monitor
+    options["optimizer"] = getattr(scheduler, "optimizer", None)
+    if not options.get("reduce_on_plateau"):
+        options["reduce_on_plateau"] = isinstance(scheduler, ReduceLROnPlateau)
+    config = LRSchedulerConfig(**options)
     if config.interval not in ("epoch", "step"):
         raise ConfigurationError(
-            f"{where}: interval is 'epoch' or 'step'", found=repr(config.interval)
+            f"{source}: interval is 'epoch' or 'step'", found=repr(config.interval)
         )
     if not isinstance(config.frequency, int) or config.frequency < 1:
         raise ConfigurationError(
-            f"{where}: frequency is a whole number from 1", found=repr(config.frequency)
+            f"{source}: frequency is a whole number from 1", found=repr(config.frequency)
         )
-    if not callable(getattr(config.scheduler, "step", None)):
+    if not callable(getattr(scheduler, "step", None)):
         raise ConfigurationError(
-            f"{where}: a scheduler has a step method", found=type(config.scheduler).__name__
+            f"{source}: a scheduler has a step method", found=type(scheduler).__name__
         )
-    config.reduce_on_plateau = config.reduce_on_plateau or isinstance(
-        config.scheduler, ReduceLROnPlateau
-    )
-    config.optimizer = getattr(config.scheduler, "optimizer", None)
     return config
 
 
-def _check(made: Optimizers, module: TrainModule) -> None:
-    if not module.automatic_optimization:
-        return  # the module steps its schedulers itself
-    for config in made.schedulers:
+def _check_schedulers(configured: Optimizers) -> None:
+    for config in configured.schedulers:
         if config.reduce_on_plateau and config.monitor is None:
             raise ConfigurationError(
                 f"{type(config.scheduler).__name__} needs a metric",
                 fix='return {"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}',
             )
-    if len(made.optimizers) > 1 and made.names is None:
+
+
+def _check_names(configured: Optimizers) -> None:
+    """Refuse several optimizers without names, and a parameter that two of them step."""
+    if len(configured.optimizers) > 1 and configured.names is None:
         raise ConfigurationError(
             "several optimizers in automatic optimization need names",
-            found=f"{len(made.optimizers)} optimizers in a list",
+            found=f"{len(configured.optimizers)} optimizers in a list",
             fix='return {"generator": opt_g, "discriminator": opt_d} and from training_step one loss for each name, '
             "or set automatic_optimization = False",
         )
     owners: dict[int, str] = {}
-    for name, optimizer in zip(made.names or [], made.optimizers, strict=False):
+    for name, optimizer in zip(configured.names or [], configured.optimizers, strict=False):
         for parameter in parameters_of(optimizer):
             if owners.setdefault(id(parameter), name) != name:
                 raise ConfigurationError(
@@ -279,7 +297,8 @@ def _check(made: Optimizers, module: TrainModule) -> None:
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of an optimizer, in order."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    groups = (group["params"] for group in optimizer.param_groups)
+    return list(chain.from_iterable(groups))
 
 
 class OptimizerProxy(Optimizer):
@@ -350,11 +369,15 @@ class OptimizerProxy(Optimizer):
 
     def train(self) -> Any:
         """For optimizers that have modes (schedule-free ones)."""
-        return self.optimizer.train() if hasattr(self.optimizer, "train") else None
+        if hasattr(self.optimizer, "train"):
+            return self.optimizer.train()
+        return None
 
     def eval(self) -> Any:
         """For optimizers that have modes (schedule-free ones)."""
-        return self.optimizer.eval() if hasattr(self.optimizer, "eval") else None
+        if hasattr(self.optimizer, "eval"):
+            return self.optimizer.eval()
+        return None
 
     def __repr__(self) -> str:
         return repr(self.optimizer)

@@ -186,7 +186,7 @@ def compose_evaluation(
         precision=precision,
         strategy=strategy,
         move=move,
-        whole=whole,
+        whole_batches=whole,
         # Inference tensors cannot be used in training, sent by gloo, sharded by FSDP, or traced by XLA.
         inference_mode=settings.inference_mode
         and trainer.state_verb != "fit"
@@ -223,7 +223,7 @@ def compose_fit(
     micro = _micro(trainer, module, bus, stepper, step, manual)
     micro.move = move if prefetch is None else None
     windows = _windows(trainer, module, feed, micro, length.limit, prefetch)
-    trainer.metrics.feed = feed if windows.loss_weight is None else None
+    trainer.metrics.use_sizes_of(feed if windows.loss_weight is None else None)
     if strategy.data.size > 1 and (
         manual or strategy.lockstep
     ):  # each micro-batch runs collectives on every rank
@@ -465,9 +465,7 @@ def reload_loaders(
             f"{change} from epoch {run.progress.epoch} on: val_dataloader gave {'no' if made is None else 'a'} batch"
         )
     if now is not None and made is not None:
-        for feed in now.feeds:
-            feed.close()
-        now.feeds, now.limits, now.expected = made.feeds, made.limits, made.expected
+        now.replace_loaders(made)
     else:
         run.validation = made
         run.schedule.mark_checked(
@@ -482,7 +480,7 @@ def _reload_training(trainer: Session, run: Fit, datamodule: Any) -> None:
     trainer.forget_loaders()
     feed, length = _training_feed(trainer, trainer.load_train())
     if trainer.metrics.feed is not None:
-        trainer.metrics.feed = feed
+        trainer.metrics.use_sizes_of(feed)
     windows.feed.close()
     windows.feed, windows.limit = feed, length.limit
     move, windows.ahead = _movement(trainer, run.module, datamodule, feed)
