@@ -404,6 +404,20 @@ def test_an_interval_that_is_never_reached_is_refused():
         fit(val=loader(4), val_check_interval=11)
 
 
+def test_an_interval_above_a_length_that_is_a_hint_is_refused():
+    """As in Lightning: the data's ``len`` is the best that is known before step 1."""
+
+    class Hint(Stream):
+        def __len__(self):
+            return 10
+
+    problem = r"(?s)would never run.*10 batches an epoch, as the data's own len\(\) says"
+    with pytest.raises(ConfigurationError, match=problem):
+        fit(train=DataLoader(Hint(20)), val=loader(4), val_check_interval=11)
+    across = {"val_check_interval": 11, "check_val_every_n_epoch": None}
+    fit(train=DataLoader(Hint(20)), val=loader(4), **across)
+
+
 def test_a_fraction_of_an_unknown_epoch_is_refused():
     with pytest.raises(
         ConfigurationError, match=r"(?s)length of the epoch is unknown.*val_check_interval=0.5"

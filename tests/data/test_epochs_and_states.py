@@ -79,6 +79,10 @@ def fitted(loader: Any, path: Any = None, **options: Any) -> tuple[tk.Trainer, l
     return trainer, module.seen
 
 
+STARTS_AGAIN = "ignore:the persistent workers of this DataLoader start again"
+
+
+@pytest.mark.filterwarnings(STARTS_AGAIN)
 @pytest.mark.slow
 def test_persistent_workers_read_each_epoch_in_its_own_order(tmp_path: Path) -> None:
     def loader() -> DataLoader[Any]:
@@ -97,6 +101,7 @@ def test_persistent_workers_read_each_epoch_in_its_own_order(tmp_path: Path) -> 
     assert rest == seen[16:]
 
 
+@pytest.mark.filterwarnings(STARTS_AGAIN)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["data set", "inside", "collate_fn"])
 def test_persistent_workers_of_a_map_style_data_set(name: str) -> None:
@@ -107,6 +112,7 @@ def test_persistent_workers_of_a_map_style_data_set(name: str) -> None:
     assert seen == [float(epoch) for epoch in range(3) for _ in range(4)]
 
 
+@pytest.mark.filterwarnings(STARTS_AGAIN)
 @pytest.mark.slow
 def test_persistent_workers_with_the_accelerator() -> None:
     loader = tk.Accelerator(cpu=True).prepare(
@@ -122,11 +128,17 @@ def test_other_persistent_workers_stay() -> None:
 
     plain: Any = DataLoader(range(4), num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
     moves: Any = DataLoader(Shuffled(), num_workers=1, persistent_workers=True)
-    assert (copied(plain)[0].persistent_workers, copied(moves)[0].persistent_workers) == (
-        True,
-        False,
-    )
+    assert copied(plain, warns=True)[0].persistent_workers
+    assert not copied(moves, warns=False)[0].persistent_workers
     assert moves.persistent_workers  # the user's loader does not change
+
+
+def test_workers_that_start_again_get_one_line() -> None:
+    loader: Any = DataLoader(Shuffled(), batch_size=2, num_workers=1, persistent_workers=True)
+    line = "workers of this DataLoader start again for each epoch: set_epoch of Shuffled"
+    with pytest.warns(UserWarning, match=line) as lines:
+        fitted(loader, max_epochs=2)
+    assert len(lines) == 1
 
 
 class Begins:

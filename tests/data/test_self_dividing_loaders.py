@@ -232,6 +232,87 @@ def test_the_accelerator_leaves_them_alone(name: str) -> None:
 
 
 @pytest.mark.world_size(2)
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+@pytest.mark.parametrize("name", ["asks", "knows", "both", "indexed", "sampler"])
+def test_the_accelerator_searches_the_leaves_of_a_combined_loader(name: str, mode: Any) -> None:
+    """Each sample of each leaf is read once, whichever of them divides the data."""
+    accelerator = tk.Accelerator(cpu=True)
+    rows = torch.arange(20.0, 40.0).unsqueeze(1)
+    leaves: Any = {
+        "asks": lambda: [batches(Asks()), batches(rows)],
+        "knows": lambda: [batches(Knows("distributed_env")), batches(Whole())],
+        "both": lambda: [batches(Asks()), batches(Knows("_distributed"))],
+        "indexed": lambda: [batches(Knows("_distributed")), batches(rows)],
+        "sampler": lambda: [
+            DataLoader(rows, batch_size=2, sampler=OwnSampler(20)),
+            batches(Asks()),
+        ],
+    }[name]()
+    loader = accelerator.prepare(CombinedLoader(leaves, mode))
+    for _ in range(2):
+        seen: list[float] = []
+        firsts: list[float] = []
+        ends = []
+        for batch in loader:
+            parts = [batch] if mode == "sequential" else list(batch)
+            firsts += parts[0].flatten().tolist()
+            seen += [value for part in parts for value in part.flatten().tolist()]
+            ends.append(accelerator.gradient_state.end_of_dataloader)
+        expected = [float(i) for i in range(20)]
+        others = (
+            [i + 20.0 for i in expected] if name in ("asks", "indexed", "sampler") else expected
+        )
+        assert everywhere(seen) == sorted(expected + others)
+        if mode != "sequential":
+            assert everywhere(firsts) == (others if name == "sampler" else expected)
+        assert ends == [False] * (len(ends) - 1) + [True]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("mode", ["min_size", "max_size_cycle", "max_size", "sequential"])
+def test_leaves_that_end_at_different_times_under_the_accelerator(mode: Any) -> None:
+    accelerator = tk.Accelerator(cpu=True)
+    loader = accelerator.prepare(CombinedLoader([batches(Asks(5)), batches(Whole(12))], mode))
+    counts = [sum(1 for _ in loader) for _ in range(2)]
+    assert len(set(everywhere([float(count) for count in counts]))) == 1
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("kind", [Asks, Resumable])
+def test_a_combined_loader_resumes_under_the_accelerator(kind: Any, tmp_path: Path) -> None:
+    def combined() -> CombinedLoader:
+        return CombinedLoader([batches(kind()), batches(torch.arange(20.0).unsqueeze(1))])
+
+    def read(loader: Any, seen: list[float]) -> int:
+        for index, parts in enumerate(loader):
+            seen += [value for part in parts for value in part.flatten().tolist()]
+            if index == 1 and not resumed:
+                accelerator.save_state(tmp_path / "state")
+                return index
+        return -1
+
+    seen: list[float] = []
+    for resumed in (False, True):
+        accelerator = tk.Accelerator(cpu=True)
+        loader = accelerator.prepare(combined())
+        if resumed:
+            accelerator.load_state(tmp_path / "state")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            read(loader, seen)
+    assert everywhere(seen) == sorted([float(i) for i in range(20)] * 2)
+
+
+def test_a_combined_loader_of_prepared_loaders_is_not_divided_again() -> None:
+    accelerator = tk.Accelerator(cpu=True)
+    leaf = accelerator.prepare(batches(Whole()))
+    combined = CombinedLoader([leaf, leaf])
+    assert accelerator.prepare(combined) is combined
+    with pytest.raises(ConfigurationError, match="1 of 2 prepared"):
+        accelerator.prepare(CombinedLoader([leaf, batches(Whole())]))
+
+
+@pytest.mark.world_size(2)
 def test_the_accelerator_refuses_to_dispatch_a_part() -> None:
     options = tk.DataLoaderConfiguration(dispatch_batches=True)
     accelerator = tk.Accelerator(cpu=True, dataloader_config=options)

@@ -21,6 +21,7 @@ from trainer_kit.core.protocols import Group
 from trainer_kit.core.seed import preserved_rng, restore_rng, rng_state
 from trainer_kit.core.tensors import move_to_device
 from trainer_kit.data import EMPTY, MISSING, Feed
+from trainer_kit.data.combined import CombinedLoader, read_together
 from trainer_kit.data.division import check_division, divide_by_itself, fingerprint
 from trainer_kit.data.order import SampleBlocks, derive_seed, drawn
 from trainer_kit.state.data_changes import describe_changes
@@ -241,6 +242,8 @@ class PreparedLoader:
         non_blocking: copies to an accelerator are asynchronous.
         shard: selects the part of a batch that this process computes; None: all of it.
         end: called when the loop has finished a batch outside a window.
+        before_epoch: called before the first batch of an epoch.
+        several: the feeds divide several loaders, each by itself, so that each process reads all batches of its feed.
 
     Attributes:
         iteration: the number of epochs begun so far, from which the order of the next one follows.
@@ -269,6 +272,7 @@ class PreparedLoader:
         shard: Callable[[Any], Any] | None = None,
         end: Callable[[], None] | None = None,
         before_epoch: Callable[[], None] | None = None,
+        several: bool = False,
     ) -> None:
         self.dataloader = loader
         self.group = group
@@ -295,8 +299,9 @@ class PreparedLoader:
         )
         self._resume: tuple[int, int] | None = None
         self.batches_read = 0  # batches yielded in all epochs
+        self._several = several
         # Whether the loader divides the data by itself, so that each process reads all of its own batches.
-        self._alone = (
+        self._alone = several or (
             group.size > 1 and not self.feed.indexed and divide_by_itself(loader) is not None
         )
         # Whether each process knows all batches: the main process reads for all, or each reads the whole stream.
@@ -548,6 +553,7 @@ class PreparedLoader:
         A process that has no more batches repeats its last one, of which no sample counts.
         """
         group = self.group
+        source = (read for read in source if read is not MISSING)
         pair, after = MISSING, next(source, _END)
         rows = group.agree([after is not _END])
         if not any(row[0] for row in rows):
@@ -665,7 +671,7 @@ class PreparedLoader:
     def _load_tracks(self, tracks: Sequence[Any]) -> None:
         """Restore the readers; the main process has read the whole stream, with and without dispatch."""
         rank, size = self.group.rank, self.group.size
-        if not self._shared and self.feed.indexed:
+        if self._several or (not self._shared and self.feed.indexed):
             self.feed.loader_state.load_state_dict(tracks, rank)
             return
         own = tracks[rank] if len(tracks) == size and self.dispatch is None else None
@@ -872,15 +878,18 @@ def prepare_loader(
                 fix="leave dispatch_batches out, or do not let the loader divide the data",
             )
     # A stream shuffled during reading has a different order on each process, unless one process reads for all.
-    dispatch = world.size > 1 and division is None and (stream if asked is None else asked)
-    rank, size = (0, 1) if dispatch or stream else (group.rank, group.size)
+    several = stream and not asked and isinstance(read_together(source), CombinedLoader)
+    alone = several or division is not None
+    dispatch = world.size > 1 and not alone and (stream if asked is None else asked)
+    reads_all = dispatch or (stream and not several)
+    rank, size = (0, 1) if reads_all else (group.rank, group.size)
 
-    turn = group.size if stream else 1
+    turn = group.size if reads_all else 1
+    agree = group.agree if several and group.size > 1 else None
     prepared = PreparedLoader(
         loader,
-        partial(
-            _make_feed, source, rank, size, batch_size, turn
-        ),  # can be pickled, unlike a closure
+        # It can be pickled, unlike a closure.
+        partial(_make_feed, source, rank, size, batch_size, turn, agree=agree),
         group,
         device,
         window,
@@ -891,6 +900,7 @@ def prepare_loader(
         shard=shard,
         end=end,
         before_epoch=before_epoch,
+        several=several and group.size > 1,
     )
     if stream and not asked:
         prepared.compare_first()
@@ -898,7 +908,22 @@ def prepare_loader(
 
 
 def _make_feed(
-    loader: Any, rank: int, size: int, batch_size: int | None, turn: int, even: bool, seed: int
+    loader: Any,
+    rank: int,
+    size: int,
+    batch_size: int | None,
+    turn: int,
+    even: bool,
+    seed: int,
+    agree: Callable[[list[float]], list[list[float]]] | None = None,
 ) -> Feed:
-    pad = even and size > 1
-    return Feed(loader, rank=rank, size=size, seed=seed, batch_size=batch_size, pad=pad, turn=turn)
+    return Feed(
+        loader,
+        rank=rank,
+        size=size,
+        seed=seed,
+        batch_size=batch_size,
+        pad=even and size > 1,
+        agree=agree,
+        turn=turn,
+    )

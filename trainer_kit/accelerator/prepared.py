@@ -42,6 +42,7 @@ from trainer_kit.compat.options import DataLoaderConfiguration, TorchDynamoPlugi
 from trainer_kit.core.errors import ConfigurationError, RankError
 from trainer_kit.core.seed import order_seed
 from trainer_kit.core.tensors import tensors_of
+from trainer_kit.data.combined import CombinedLoader
 from trainer_kit.precision.native import has_gradients
 from trainer_kit.precision.precision import Precision
 from trainer_kit.state.optimizer_states import note_configured
@@ -152,6 +153,8 @@ class Prepared:
         if kind == 0 and isinstance(thing, nn.Module):
             return self.prepare_model(thing, place, False)
         if kind == 0 and isinstance(thing, (DataLoader, PreparedLoader)):
+            return self.prepare_loader(thing, place)
+        if kind == 0 and isinstance(thing, CombinedLoader) and not _is_prepared(thing):
             return self.prepare_loader(thing, place)
         if kind == 1 and isinstance(thing, (Optimizer, DummyOptim)):
             return self.prepare_optimizer(thing)
@@ -466,6 +469,18 @@ class Prepared:
             self._strategy, self._processes.print, self.models, self._accumulation
         )
         self._accumulation.reset()
+
+
+def _is_prepared(combined: CombinedLoader) -> bool:
+    """Whether the leaves of a `CombinedLoader` are prepared, so that it is not divided again."""
+    prepared = [isinstance(leaf, PreparedLoader) for leaf in combined.flattened]
+    if any(prepared) and not all(prepared):
+        raise ConfigurationError(
+            "prepare got a CombinedLoader of which some loaders are prepared and others are not",
+            found=f"{sum(prepared)} of {len(prepared)} prepared",
+            fix="prepare the CombinedLoader, and none of the loaders in it",
+        )
+    return any(prepared)
 
 
 def _no_parameters(given: Any) -> ConfigurationError:

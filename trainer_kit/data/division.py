@@ -36,8 +36,10 @@ _PARTS: Final = (
     "source",
     "root",
     "pipeline",
+    "flattened",
 )
-"""Attributes that hold a part of a loader, in torch, torchdata, litdata, MosaicML streaming and webdataset."""
+"""Attributes that hold a part of a loader, in torch, torchdata, litdata, MosaicML streaming, webdataset and
+`CombinedLoader`."""
 
 _WORKER_PARTS: Final = ("dataset", "datasets", "_datasets", "collate_fn", "source", "pipeline")
 """The same, for what worker processes copy."""

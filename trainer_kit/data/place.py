@@ -264,23 +264,46 @@ _SHARED_EPOCH = ("datasets", "streaming")
 """Libraries whose data sets share their epoch with the copies in workers."""
 
 
-def _hidden_from_workers(loader: DataLoader[Any]) -> bool:
-    """Whether ``set_epoch`` of a part does not reach its copies in workers that live on.
+def _hidden_from_workers(loader: DataLoader[Any]) -> Any:
+    """Return a part whose ``set_epoch`` does not reach its copies in workers that live on; None without one.
 
     Such workers would read every epoch in the order of the first one. They are started again for each epoch.
     """
     parts = [part for part in worker_parts(loader) if callable(getattr(part, "set_epoch", None))]
-    return any(type(part).__module__.partition(".")[0] not in _SHARED_EPOCH for part in parts)
+    hidden = (part for part in parts if _package(part) not in _SHARED_EPOCH)
+    return next(hidden, None)
 
 
-def copied(loader: DataLoader[Any]) -> tuple[DataLoader[Any], torch.Generator | None]:
-    """Return a copy of a loader, and the generator for the seeds of its workers; None if the user gave one."""
+def _package(part: Any) -> str:
+    return type(part).__module__.partition(".")[0]
+
+
+def _end_workers_each_epoch(loader: DataLoader[Any], part: Any, warns: bool) -> None:
+    """Give up the persistent workers of a copied loader."""
+    loader.__dict__["persistent_workers"] = False
+    if warns:
+        warnings.warn(
+            f"the persistent workers of this {kind_of(loader)} start again for each epoch: set_epoch of"
+            f" {kind_of(part)} does not reach the copies in workers that live on. persistent_workers=False omits this"
+            " line",
+            stacklevel=3,
+        )
+
+
+def copied(loader: DataLoader[Any], warns: bool) -> tuple[DataLoader[Any], torch.Generator | None]:
+    """Return a copy of a loader, and the generator for the seeds of its workers; None if the user gave one.
+
+    Args:
+        loader: the user's.
+        warns: warn where the copy behaves differently.
+    """
     mine = copy.copy(loader)
     generator = torch.Generator() if loader.generator is None else None
     # DataLoader.__setattr__ refuses to set these.
     mine.__dict__.update(_iterator=None, generator=generator or loader.generator)
-    if loader.persistent_workers and _hidden_from_workers(loader):
-        mine.__dict__["persistent_workers"] = False
+    hidden = _hidden_from_workers(loader) if loader.persistent_workers else None
+    if hidden is not None:
+        _end_workers_each_epoch(mine, hidden, warns)
     if loader.num_workers:
         mine.__dict__["worker_init_fn"] = EndsWithParent(loader.worker_init_fn, loader.num_workers)
         mine.multiprocessing_context = checked_context(loader.multiprocessing_context)

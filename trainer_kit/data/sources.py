@@ -123,7 +123,7 @@ class IndexedSource(Source):
     def __init__(self, loader: DataLoader[Any], place: Place) -> None:
         self.given = loader
         self.place = place
-        self.loader, self.generator = copied(loader)
+        self.loader, self.generator = copied(loader, place.rank == 0)
         self.own_batches = _own_batches(loader)
         self.order, self.split_by_user = self._find_order()
         self.generators = own_generators(loader, self.order, getattr(self.order, "sampler", None))
@@ -397,7 +397,7 @@ class StreamSource(Source):
         self.counts = [self._sizes]
         self._counts = False
         if isinstance(loader, DataLoader):
-            self.loader, self.generator = copied(loader)
+            self.loader, self.generator = copied(loader, place.rank == 0)
             if place.batch_size is not None:
                 if loader.batch_size is None:
                     refuse_batch_size(loader, place)

@@ -674,11 +674,12 @@ def _schedule(
         interval = every
     elif isinstance(every, int):
         interval = Duration(every, "ba")
-        never = batches is not None and every > batches and length.certain
+        never = batches is not None and every > batches
+        hint = "" if length.certain else ", as the data's own len() says"
         if never and settings.validate_epochs is not None and validation is not None:
             raise ConfigurationError(
                 "validation would never run",
-                found=f"val_check_interval={every} with {batches} batches an epoch",
+                found=f"val_check_interval={every} with {batches} batches an epoch{hint}",
                 fix="use a smaller interval, or check_val_every_n_epoch=None to count over epochs",
             )
     elif every < 1.0:
