@@ -329,7 +329,8 @@ class CombinedSource(Source):
     ) -> None:
         self.combined = combined
         # One seed per loader: two loaders over one dataset must have different orders.
-        places = (replace(place, seed=derive_seed(place.seed, 1 + i)) for i in count())
+        # The position of a loader that has ended lies beyond its end.
+        places = (replace(place, seed=derive_seed(place.seed, 1 + i), turn=None) for i in count())
         self.sources = [
             opened(loader, own) for loader, own in zip(combined.flattened, places, strict=False)
         ]

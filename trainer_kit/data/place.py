@@ -98,7 +98,8 @@ class Place:
     reproducible: bool = False
     pad: bool = False
     agree: Callable[[list[float]], list[list[float]]] | None = None
-    turn: int = 1
+    turn: int | None = 1
+    """Batches that the caller reads at once; None: a position may lie beyond the end of this loader."""
 
     @property
     def part(self) -> tuple[int, int]:

@@ -632,7 +632,8 @@ class StreamSource(Source):
             read = sum(1 for _ in bar)
         if first_rank:
             # The last turn may be incomplete: its position lies beyond the end of the same data.
-            if read <= count - self.size * self.place.turn:
+            turn = self.place.turn
+            if turn is not None and read <= count - self.size * turn:
                 warn_of_early_end(self.given, start)
             warnings.warn(
                 f"{kind_of(self.given)} cannot skip by index: to start at batch {start}, {read} batches were read and"
